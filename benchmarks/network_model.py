@@ -274,13 +274,16 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
 def draw(text: str) -> str:
     """Return a page with each of its marked sections drawn again."""
     for name, section in SECTIONS.items():
-        begin = BEGIN.format(name)
-        head, found, rest = text.partition(begin)
-        if found:
-            _, _, tail = rest.partition(END)
-            body = "\n".join(section())
-            text = f"{head}{begin}\n{body}\n{END}{tail}"
+        if BEGIN.format(name) in text:
+            text = replace_section(text, name, "\n".join(section()))
     return text
+
+
+def replace_section(text: str, name: str, body: str) -> str:
+    """Return a page with another body of its marked section of this name."""
+    begin = BEGIN.format(name)
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n{body}\n{END}{rest.partition(END)[2]}"
 
 
 def plot(path: Path) -> None:

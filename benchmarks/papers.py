@@ -3,7 +3,7 @@
     python benchmarks/papers.py            # print the tables
     python benchmarks/papers.py --write    # and draw them in PAPERS.md, and docs/ettr.svg
 
-No figure was measured on a cluster. All models are those of `holdfast plan` (src/holdfast/plan).
+No figure was measured on a cluster. The models are from `holdfast plan` (src/holdfast/plan).
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from network_model import BEGIN, END, replace_section
+
+from holdfast.engine.core.replica.saves import best_interval_s
 from holdfast.plan import closed_forms as forms
 from holdfast.plan.advice import find_best
 from holdfast.plan.distributions import Interval, Weibull
@@ -34,7 +37,6 @@ from holdfast.plan.weeks import simulate, spread_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, PLOT = ROOT / "benchmarks" / "PAPERS.md", ROOT / "docs" / "ettr.svg"
-BEGIN, END = "<!-- drawn: {} -->", "<!-- end -->"
 YEAR_S = 365 * DAY_S
 SEEDS = 5
 SIZES = (1_024, 16_384, 100_000)
@@ -123,7 +125,7 @@ def list_intervals() -> Iterator[Row]:
             "Young 1974, Daly 2006",
             f"mean of {hours:g} h, saves of {save_s} s, restarts of {restart_s} s",
             f"{forms.young_interval_s(save_s, mean_s):,.1f} s, "
-            f"{forms.daly_interval_s(save_s, mean_s):,.1f} s",
+            f"{best_interval_s(save_s, mean_s):,.1f} s",
             f"{best_s:,.1f} s by search, share {share:.4f}",
         )
     mean_s = 2.34 * HOUR_S
@@ -143,7 +145,7 @@ def list_petascale() -> Iterator[Row]:
         mtbf_s = YEAR_S / (0.1 * sockets)
         save_s = 818.0
         young = forms.young_share(save_s, mtbf_s)
-        every_s = forms.daly_interval_s(save_s, mtbf_s)
+        every_s = best_interval_s(save_s, mtbf_s)
         daly = forms.exact_share(every_s, save_s, mtbf_s, save_s)
         theirs = {2012: "Young 0.149", 2013: "Young 0, Daly 0.163"}.get(year, "")
         ours = dataclasses.replace(
@@ -257,13 +259,18 @@ def make_headline_scenario(gpus: int, name: str) -> Scenario:
     )
 
 
+def find_mtbf_s(scenario: Scenario) -> float:
+    """Return the mean time between failures of a job on nodes of 8 GPUs."""
+    return forms.job_mtbf_s(scenario.model.rate.middle, scenario.cluster.nodes)
+
+
 def compare_systems(scenario: Scenario) -> dict[str, float]:
     """Return the ETTR of four systems, by weeks that are played.
 
     Nodes are replaced at once by spares for all of them, so that only recovery is compared.
     """
     gpus = scenario.cluster.gpus
-    mtbf_s = forms.job_mtbf_s(scenario.model.rate.middle, scenario.cluster.nodes)
+    mtbf_s = find_mtbf_s(scenario)
     cold_s = max(RESTART_S, interpolate_cold_recovery_s(gpus)[0])
     every_s = forms.find_best_interval_s(SAVE_STALL_S, mtbf_s, cold_s)
     ours = _make_ours(scenario)
@@ -288,7 +295,7 @@ def _make_ours(scenario: Scenario) -> RecoveryTimes:
 def _make_torchft(scenario: Scenario, ours: RecoveryTimes) -> RecoveryTimes:
     """Make the same job with the semantics of torchft, at the same costs.
 
-    A step in which a replica group fails is discarded, and the other groups continue with fewer
+    If a replica group fails, its step is discarded, and the other groups continue with fewer
     samples. So the time is much the same, but the model depends on the failures.
     """
     nodes, size = ours.workers, scenario.nodes_per_worker
@@ -324,8 +331,7 @@ def find_standstill_s(recovery: RecoveryTimes) -> float:
 
 def needed_recovery_s(scenario: Scenario, goal: float) -> float:
     """Return the recovery that a goal allows, in seconds of standstill for each failure."""
-    mtbf_s = forms.job_mtbf_s(scenario.model.rate.middle, scenario.cluster.nodes)
-    return mtbf_s * (1 - goal)
+    return find_mtbf_s(scenario) * (1 - goal)
 
 
 HEADLINE_MODELS = ("llama3", "ft-hsdp", "rsc-1", "rsc-2")
@@ -337,7 +343,7 @@ def list_headline() -> list[tuple[int, str, float, dict[str, float]]]:
     for gpus in SIZES:
         for name in HEADLINE_MODELS:
             scenario = make_headline_scenario(gpus, name)
-            mtbf_s = forms.job_mtbf_s(scenario.model.rate.middle, scenario.cluster.nodes)
+            mtbf_s = find_mtbf_s(scenario)
             found.append((gpus, name, mtbf_s, compare_systems(scenario)))
     return found
 
@@ -426,11 +432,9 @@ def draw_all(rows: list[tuple[int, str, float, dict[str, float]]]) -> dict[str, 
 def replace_drawn(text: str, tables: dict[str, str]) -> str:
     """Return a page with its drawn tables made again."""
     for name, table in tables.items():
-        before, begin, rest = text.partition(BEGIN.format(name))
-        _, end, after = rest.partition(END)
-        if not end:
+        if BEGIN.format(name) not in text:
             raise SystemExit(f"PAPERS.md has no place for {name}: add {BEGIN.format(name)} {END}")
-        text = f"{before}{begin}\n{table}\n{end}{after}"
+        text = replace_section(text, name, table)
     return text
 
 

@@ -28,10 +28,10 @@ from types import CodeType, FrameType
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 PAGE = HERE / "architecture.md"
-BEGIN, END = "<!-- drawn: walks -->", "<!-- end -->"
 PACKAGE = str(HERE.parent / "src" / "holdfast") + os.sep
 LIBRARIES = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "purelib", "platlib")})
-VARIABLE = "HOLDFAST_WALKS"  # the folder in which all processes record their calls
+# Names the folder where all processes record their calls.
+VARIABLE = "HOLDFAST_WALKS"
 RUN_S = 240.0
 NODE = "other"
 
@@ -223,7 +223,7 @@ def is_station(name: str) -> bool:
 
 
 def station_names(name: str) -> tuple[str, str]:
-    """Return the two ways in which a walk may name a function: with and without its module."""
+    """Return the two names that a walk may use for a function: with and without its module."""
     path, _, function = name.partition(":")
     return function, f"{path.rpartition('/')[2]}:{function}"
 
@@ -281,7 +281,7 @@ def find_turn(name: str, stations: Sequence[str], calls: Sequence[Call]) -> list
 
 
 def find_rooms(turns: Sequence[Sequence[Call]]) -> list[list[str]]:
-    """Return the rooms of each turn in the order in which the walk enters them."""
+    """Return the rooms of each turn in the order of the walk."""
     rooms = []
     for number, turn in enumerate(turns):
         way: list[str] = []
@@ -303,7 +303,7 @@ def find_rooms(turns: Sequence[Sequence[Call]]) -> list[list[str]]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Path]:
-    """Yield a folder in which all processes started from now on record their calls."""
+    """Yield a folder where all processes that start from now on record their calls."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         text = f"import sys\nsys.path.append({str(HERE)!r})\nimport count_walks\n"
@@ -383,8 +383,10 @@ def draw(walks: Sequence[tuple[Walk, Sequence[Sequence[str]]]]) -> Iterator[str]
 
 def drawn(text: str, body: str) -> str:
     """Return the page with its table and its walks drawn again."""
-    head, _, rest = text.partition(BEGIN)
-    return f"{head}{BEGIN}\n{body}\n{END}{rest.partition(END)[2]}"
+    # Not above: the processes of a job that is traced import this module, too.
+    from draw_protocol import replace_section
+
+    return replace_section(text, "walks", body)
 
 
 def main() -> int:

@@ -281,11 +281,15 @@ def drawn(text: str) -> str:
         ),
     }
     for name, body in sections.items():
-        begin = BEGIN.format(name)
-        head, _, rest = text.partition(begin)
-        _, _, tail = rest.partition(END)
-        text = f"{head}{begin}\n{body}\n{END}{tail}"
+        text = replace_section(text, name, body)
     return text
+
+
+def replace_section(text: str, name: str, body: str) -> str:
+    """Return a page with another body of its marked section of this name."""
+    begin = BEGIN.format(name)
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n{body}\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from holdfast.engine.core.membership.reserve import spares_needed
 from holdfast.engine.core.policies import PacePolicy
 from holdfast.engine.core.redundancy import Redundancy
 from holdfast.engine.core.replica.saves import best_interval_s
-from holdfast.plan.failing_job import find_rates, make_recovery
+from holdfast.plan.failing_job import make_recovery
 from holdfast.plan.failure_tables import DAY_S, Effect
 from holdfast.plan.machines import Found, Trial, assume_recovery, run_trial
 from holdfast.plan.recovery import Loss, Outlook, Standstill, predict
@@ -37,7 +37,7 @@ REDUNDANCIES = (
     Redundancy(data=8, parity=2),
     Redundancy(data=8, parity=3),
 )
-#: Shares of the time for which spares are to suffice: each gives a number of spares to compare.
+#: Spares may have to suffice for these shares of the time. Each share gives a number to compare.
 ENOUGH = (0.5, 0.8, 0.9, 0.99, 0.999, 0.9999)
 #: A choice that is simpler is as good if it is worse by no more than this share of the time.
 AS_GOOD = 0.0005
@@ -60,7 +60,7 @@ class Rated:
 
     choice: Choice
     outlook: Outlook
-    #: Useful share of the time of all nodes, those of spares included.
+    #: Useful share of the time of all nodes, spares included.
     useful: float
 
 
@@ -150,7 +150,7 @@ def choose_intervals(scenario: Scenario, choice: Choice) -> Choice:
 def _protect_every(scenario: Scenario, choice: Choice) -> int:
     if not choice.redundancy.data:
         return 1
-    rates = find_rates(scenario, choice)
+    rates = make_recovery(scenario, choice).rates
     rate = sum(rates.get(e, 0.0) for e in (Effect.PROCESS, Effect.HANG, Effect.NODE))
     if rate == 0:
         return 1
@@ -337,7 +337,7 @@ def scale_input(scenario: Scenario, name: str, factor: float) -> Scenario | None
 
 
 def explain_loss(best: Played, other: Played, scenario: Scenario) -> str:
-    """Return the main reason for which a choice is worse than the best one, in words."""
+    """Return the main reason why a choice is worse than the best one, in words."""
     better, worse = best.rated, other.rated
     reasons: list[tuple[float, str]] = [
         (worse.outlook.lost[part] - better.outlook.lost[part], part.value) for part in Loss

@@ -8,21 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from holdfast.engine.core.replica.saves import best_interval_s as daly_interval_s
-
 GOLDEN = (math.sqrt(5) - 1) / 2
 SEARCH_ROUNDS = 200
-
-__all__ = [
-    "daly_interval_s",
-    "exact_share",
-    "find_best_interval_s",
-    "job_mtbf_s",
-    "kokolis_ettr",
-    "pair_failures",
-    "young_interval_s",
-    "young_share",
-]
 
 
 def job_mtbf_s(per_1000_node_days: float, nodes: float) -> float:

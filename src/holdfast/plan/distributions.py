@@ -14,7 +14,7 @@ from statistics import NormalDist
 
 from holdfast.engine.core.errors import UserError
 
-#: Steps of the grid on which the renewal equation is solved.
+#: Steps of the grid for the renewal equation.
 GRID = 2_000
 NEWTON_ROUNDS_MAX = 100
 
@@ -86,9 +86,9 @@ class Weibull:
     def draw_remaining(self, rng: Random) -> float:
         """Draw the time from a random moment to the next failure, of an old unit.
 
-        A random moment lies in a long time between failures more often than in a short one, in
-        proportion to its length, and anywhere within it. The lengths so weighted are those of a
-        gamma variable with 1 + 1 / shape as its parameter, raised to the power of 1 / shape.
+        A random moment falls into a long time between failures more often than into a short one,
+        in proportion to its length, and anywhere within it. In units of the scale, a length chosen
+        so is a gamma variable with the parameter 1 + 1 / shape, to the power of 1 / shape.
         """
         length = rng.gammavariate(1 + 1 / self.shape, 1.0) ** (1 / self.shape)
         return float(self.scale_s * length * rng.random())

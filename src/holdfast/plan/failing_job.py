@@ -1,6 +1,6 @@
-"""Finds the times by which a job recovers, for one choice of settings at one point of the inputs.
+"""Finds the recovery times of a job, for one choice of settings at one point of the inputs.
 
-Steps in which workers are missing, pieces in memory and leases are those of the shipped machines.
+Missing workers, pieces in memory and leases cost what they cost the shipped machines.
 """
 
 from __future__ import annotations
@@ -21,13 +21,8 @@ ANNOUNCED = (Effect.PLANNED, Effect.WAVE, Effect.SLOW)
 
 
 def make_recovery(scenario: Scenario, choice: Choice, point: Point = Point.MIDDLE) -> RecoveryTimes:
-    """Return the times by which the job recovers under a choice."""
+    """Return the recovery times of the job under a choice."""
     return FailingJob(scenario=scenario, choice=choice, point=point).make()
-
-
-def find_rates(scenario: Scenario, choice: Choice) -> dict[Effect, float]:
-    """Return the failures of the job in a second, by effect, at the middle of the inputs."""
-    return FailingJob(scenario=scenario, choice=choice, point=Point.MIDDLE).find_rates()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +47,7 @@ class FailingJob:
         return {e: rate for e, rate in found.items() if rate > 0 and e is not Effect.SILENT}
 
     def make(self) -> RecoveryTimes:
-        """Return the times by which the job recovers."""
+        """Return the recovery times of the job."""
         scenario, choice = self.scenario, self.choice
         nodes, copy_s = scenario.working_nodes(choice), scenario.copy_s(choice)
         rates = self.find_rates()
@@ -87,13 +82,8 @@ class FailingJob:
             protect_every_s=choice.protect_every * scenario.step_s(choice),
             protect_stall_s=copy_s if choice.redundancy.data else 0.0,
             returns={effect: chance for effect, chance in returns.items() if chance > 0},
-            reload=Standstill(starting_s=start_s + self._load_s(), opening_s=opening_s),
+            reload=Standstill(starting_s=start_s + scenario.save_s(), opening_s=opening_s),
         )
-
-    def _load_s(self) -> float:
-        if not self.scenario.cluster.store_bytes_per_s:
-            return 0.0
-        return self.scenario.work.state_bytes / self.scenario.cluster.store_bytes_per_s
 
     def _replace_s(self) -> float:
         if self.scenario.cluster.replace_s is None:

@@ -78,7 +78,7 @@ class FailureTable:
     causes: tuple[ReportedCause, ...] = ()
     #: Failures of 1,000 nodes in a day, as measured; None where the source gives none.
     rate: Interval | None = None
-    #: GPUs of a node to which the rate belongs.
+    #: GPUs of a node that the rate counts.
     gpus_per_node: int = 8
     #: Shape of the Weibull distribution of times between failures.
     shape: float = 1.0

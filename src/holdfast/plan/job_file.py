@@ -24,7 +24,6 @@ STORE = "REPLACE-WITH-YOUR-STORE"
 def make_job(scenario: Scenario, choice: Choice) -> JobSpec:
     """Return the job document of a choice, without script and store."""
     workers, nodes = scenario.count_workers(choice), scenario.working_nodes(choice)
-    step_s = scenario.step_s(choice)
     saves = choice.save_every_s < math.inf
     working = nodes if scenario.is_spread else scenario.cluster.nodes
     return JobSpec(
@@ -44,7 +43,7 @@ def make_job(scenario: Scenario, choice: Choice) -> JobSpec:
         nodes=Nodes(min=working, max=working, lease_s=choice.lease_s),
         checkpoints=CheckpointSettings(
             store=STORE if saves else "",
-            every=max(round(choice.save_every_s / step_s), 1) if saves else None,
+            every=scenario.steps_between_saves(choice) if saves else None,
         ),
         memory=MemorySettings(
             redundancy=str(choice.redundancy),

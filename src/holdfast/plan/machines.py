@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from random import Random
 
 from holdfast.engine.core.errors import InvariantError
-from holdfast.engine.core.redundancy import Redundancy
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.types import AgentId
-from holdfast.lab.sim.fault_injection import Faults
 from holdfast.lab.sim.run_options import Options
 from holdfast.lab.sim.world import Machines, World
 from holdfast.plan.failure_tables import Effect
@@ -55,10 +53,6 @@ class Trial:
     mtbf_s: float = 10_000.0
     #: Share of failures that end a process only; the rest take its node away.
     process_share: float = 0.2
-    redundancy: Redundancy = Redundancy()  # noqa: RUF009 - it never changes
-    protect_every: int = 20
-    #: Steps between checkpoints; 0: none.
-    save_every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +69,6 @@ class Found:
     step_s: float
     #: Share of the time that counts, at full speed.
     ettr: float
-
-
-class _Quiet(Faults):
-    """Strikes only when the trial wants it."""
-
-    def start(self) -> None:
-        self.active = False
 
 
 def run_trial(trial: Trial, failures: int, seed: int = 0) -> Found:
@@ -101,13 +88,12 @@ class _Run:
         self._failures = failures
         self._rng = Random(f"trial {seed}")
         self._world = World(make_options(trial, failures, seed), Machines(), None)
-        self._world.faults = _Quiet(self._world)
         self._events = 0
         self._newest = 0
         self._skipped_s = 0.0
         #: Training in the time that was skipped, at full speed.
         self._skipped_useful_s = 0.0
-        #: Nodes that are away, by the job's time at which they are back.
+        #: Nodes that are away, by the job's time of their return.
         self._away: list[tuple[float, AgentId]] = []
         #: The view, and its step and time when it was first seen with all workers that are there.
         self._since: tuple[int, int, float] | None = None
@@ -171,10 +157,14 @@ class _Run:
         speed = 1.0 if self._is_whole() else self._step_s / self._current_step_s()
         self._skipped_useful_s += span_s * speed
 
+    def _count_possible(self) -> int:
+        """Return the number of workers that may train on the nodes that are there."""
+        up = sum(host.machine is not None for host in self._world.hosts.values())
+        return min(up, self._trial.nodes)
+
     def _is_whole(self) -> bool:
         """Return whether no worker is missing."""
-        up = sum(host.machine is not None for host in self._world.hosts.values())
-        return up >= self._trial.nodes
+        return self._count_possible() == self._trial.nodes
 
     def _current_step_s(self) -> float:
         """Return the mean duration of the steps since the job became steady."""
@@ -186,8 +176,7 @@ class _Run:
         """Return whether all workers that are there have trained together for this many steps."""
         disk = self._world.truth.membership.disk
         view = disk.view if disk is not None else None
-        up = sum(host.machine is not None for host in self._world.hosts.values())
-        if view is None or len(view.members) < min(self._trial.nodes, up):
+        if view is None or len(view.members) < self._count_possible():
             self._since = None
         elif self._since is None or self._since[0] != view.number:
             self._since = (view.number, self._steps, self._world.now)
@@ -261,9 +250,6 @@ def make_options(trial: Trial, failures: int, seed: int) -> Options:
         fault_every_s=math.inf,
         faults_end_s=0.0,
         feeds=True,
-        save_every=trial.save_every,
-        pieces=(trial.redundancy.data, trial.redundancy.parity),
-        protect_every=trial.protect_every if trial.redundancy.data else 0,
         balance=BalancePolicy(warm_up=0, window=2),
     )
 

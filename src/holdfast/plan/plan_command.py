@@ -203,7 +203,7 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
         type=_positive,
         default=60.0,
         metavar="S",
-        help="longest time for which a healthy job stands still, such as an evaluation (60)",
+        help="longest standstill of a healthy job, such as an evaluation (60)",
     )
 
 

@@ -66,7 +66,7 @@ class RecoveryTimes:
     #: Workers that a failure takes away.
     lost: Mapping[Effect, int]
     pauses: Mapping[Effect, Standstill]
-    #: Time from the loss of a worker to the moment at which another is ready, without a spare.
+    #: Time from the loss of a worker until another one is ready, without a spare.
     back_s: Mapping[Effect, float]
     #: The same where a spare takes over.
     spare_back_s: float
@@ -156,11 +156,10 @@ def predict(recovery: RecoveryTimes) -> Outlook:
     training = up - again - stalled
     lost[Loss.AGAIN] += again
     lost[Loss.SAVING] += stalled
-    slow = _degraded_share(recovery)
-    whole = _time_without_speed(recovery)
-    lost[Loss.WAITING] += training * whole
-    lost[Loss.DEGRADED] += training * max(slow - whole, 0.0)
-    return Outlook(ettr=training * (1 - max(slow, whole)), lost=lost)
+    slow, still = _find_absence(recovery)
+    lost[Loss.WAITING] += training * still
+    lost[Loss.DEGRADED] += training * (slow - still)
+    return Outlook(ettr=training * (1 - slow), lost=lost)
 
 
 def _add(found: dict[Loss, float], pause: Standstill, rate: float, all_rate: float) -> None:
@@ -204,23 +203,15 @@ def _mean_group(recovery: RecoveryTimes) -> float:
     return sum(weight * lost for weight, lost in weights if lost) / total if total > 0 else 1.0
 
 
-def _degraded_share(recovery: RecoveryTimes) -> float:
-    """Return the share of the training time that is lost because workers are missing."""
-    found = sum(
-        chance * (1 - recovery.speed(recovery.workers - missing))
-        for missing, chance in _missing_shares(recovery)
-    )
+def _find_absence(recovery: RecoveryTimes) -> tuple[float, float]:
+    """Return the share of the training time that missing workers cost, and its part at no speed."""
+    slow = still = 0.0
+    for missing, chance in _missing_shares(recovery):
+        speed = recovery.speed(recovery.workers - missing)
+        slow += chance * (1 - speed)
+        still += chance * (speed == 0)
     if recovery.spares:  # until a spare has taken over
         for effect, rate in recovery.rates.items():
             lost = min(recovery.lost.get(effect, 0), recovery.workers)
-            found += rate * recovery.spare_back_s * (1 - recovery.speed(recovery.workers - lost))
-    return min(found, 1.0)
-
-
-def _time_without_speed(recovery: RecoveryTimes) -> float:
-    """Return the share of the time in which too few workers are there to train at all."""
-    return sum(
-        chance
-        for missing, chance in _missing_shares(recovery)
-        if recovery.speed(recovery.workers - missing) == 0
-    )
+            slow += rate * recovery.spare_back_s * (1 - recovery.speed(recovery.workers - lost))
+    return min(slow, 1.0), min(still, 1.0)

@@ -130,6 +130,11 @@ def _list_costs(scenario: Scenario, played: Played) -> Iterator[str]:
 
 def describe(scenario: Scenario, choice: Choice) -> str:
     """Return a choice in words."""
+    return "; ".join(_list_settings(scenario, choice))
+
+
+def _list_settings(scenario: Scenario, choice: Choice) -> list[str]:
+    """Return the same number of texts for each choice, one for each setting."""
     workers = scenario.count_workers(choice)
     parts = [f"{workers:,} workers with {choice.tasks} virtual rank{'s' * (choice.tasks > 1)} each"]
     parts.append(_describe_spares(scenario, choice))
@@ -138,12 +143,12 @@ def describe(scenario: Scenario, choice: Choice) -> str:
     else:
         parts.append("no redundancy in memory")
     if choice.save_every_s < math.inf:
-        steps = max(round(choice.save_every_s / scenario.step_s(choice)), 1)
+        steps = scenario.steps_between_saves(choice)
         parts.append(f"a checkpoint every {_duration(choice.save_every_s)} ({steps:,} steps)")
     else:
         parts.append("no checkpoints")
     parts.append(f"lease {choice.lease_s:g} s, patience {_duration(scenario.hang_s)}")
-    return "; ".join(parts)
+    return parts
 
 
 def _describe_spares(scenario: Scenario, choice: Choice) -> str:
@@ -155,9 +160,9 @@ def _describe_spares(scenario: Scenario, choice: Choice) -> str:
 
 
 def describe_difference(scenario: Scenario, best: Played, other: Played) -> str:
-    """Return the settings of a choice that differ from those of the best one."""
-    mine = describe(scenario, best.rated.choice).split("; ")
-    theirs = describe(scenario, other.rated.choice).split("; ")
+    """Return the settings of a choice that the best one sets differently."""
+    mine = _list_settings(scenario, best.rated.choice)
+    theirs = _list_settings(scenario, other.rated.choice)
     differing = [their for my, their in zip(mine, theirs, strict=True) if my != their]
     return "; ".join(differing) or "the same"
 

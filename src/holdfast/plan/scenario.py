@@ -20,7 +20,7 @@ from holdfast.plan.failure_tables import (
 )
 
 GB = 1e9
-#: GPUs up to which OPENING_S was measured.
+#: OPENING_S was measured with up to this many GPUs.
 OPENING_GPUS = 1_024
 
 
@@ -81,7 +81,7 @@ class Work:
     task_overhead_s: float = 0.01
     #: Time to apply a step again from its logged gradients, as a share of the step.
     replay_share: float = 0.1
-    #: Longest time for which a healthy job stands still: an evaluation, a slow batch.
+    #: Longest standstill of a healthy job: an evaluation, a slow batch.
     longest_still_s: float = 60.0
 
 
@@ -214,11 +214,17 @@ class Scenario:
         return self.work.state_bytes * sent / nodes / every_s
 
     def save_s(self) -> float:
-        """Return the time until a checkpoint is in the store."""
+        """Return the time to write a checkpoint to the store or to read it; 0 without a store."""
+        if not self.cluster.store_bytes_per_s:
+            return 0.0
         return self.work.state_bytes / self.cluster.store_bytes_per_s
 
+    def steps_between_saves(self, choice: Choice) -> int:
+        """Return the number of steps from one checkpoint to the next."""
+        return max(round(choice.save_every_s / self.step_s(choice)), 1)
+
     def copy_s(self, choice: Choice) -> float:
-        """Return the standstill in which nodes copy their shares of the state."""
+        """Return the standstill while nodes copy their shares of the state."""
         if self.costs.save_stall_s is not None:
             return self.costs.save_stall_s
         share = self.work.state_bytes / self.working_nodes(choice)

@@ -1,7 +1,7 @@
 """Reads a user's own record of failures, and makes a model of it.
 
 A trace is a CSV file with the columns `time`, `node`, `effect` and `repair_s`, and two lines before
-them with the size of the cluster and the time for which it was watched:
+them with the nodes and the days that were watched:
 
     # nodes: 128
     # days: 90

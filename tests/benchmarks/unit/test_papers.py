@@ -1,4 +1,4 @@
-"""The sheet of papers is what its script computes, and its figures are those of the papers."""
+"""The sheet of papers shows what its script computes, and its figures agree with the papers."""
 
 from __future__ import annotations
 

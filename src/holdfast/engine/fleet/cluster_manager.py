@@ -87,7 +87,7 @@ STILL_RUNNING = 75  # exit status of a job's command while an earlier one still 
 class FleetPlan:
     """Keeps the settings of one job's fleet for its whole life, without the secret.
 
-    `settings`: those of this manager's adapter. `join`: the coordinator's address for agents.
+    `settings`: of this manager's adapter. `join`: the coordinator's address for agents.
     `run_dir`: as the nodes see it. `drain_s`: a node is left at least this long before it is taken.
     """
 

@@ -21,15 +21,6 @@ import msgspec
 from holdfast.engine.core.errors import Damaged
 
 ROOM = "holdfast.engine.core."
-# Modules whose classes were in `types` before; recordings name a class by its module.
-FORMER_TYPES = (
-    "worker_status",
-    "views",
-    "directives",
-    "job_record",
-    "table_places",
-    "invalidations",
-)
 _CLASS = re.compile(r"[a-z_.]+:[A-Za-z_]+", re.ASCII)
 _PLAIN = (type(None), bool, float, str, bytes)
 _UNSET = object()
@@ -212,21 +203,7 @@ def _class_of(name: str, base: type = object) -> type:
     module, _, title = name.partition(":")
     found = vars(importlib.import_module(ROOM + module)).get(title)
     if not isinstance(found, type) or found.__module__ != ROOM + module:
-        found = _moved_classes().get(name)
-    if found is None:
         raise ValueError(f"{name} is no class of its module")
     if not issubclass(found, base):
         raise ValueError(f"{name} is no {base.__name__}")
     return found
-
-
-@functools.cache
-def _moved_classes() -> dict[str, type]:
-    """Return the classes that were in `types` before, by the names that recordings have."""
-    modules = [importlib.import_module(ROOM + name) for name in FORMER_TYPES]
-    return {
-        f"types:{title}": found
-        for module in modules
-        for title, found in vars(module).items()
-        if isinstance(found, type) and found.__module__ == module.__name__
-    }

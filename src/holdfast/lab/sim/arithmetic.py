@@ -71,7 +71,7 @@ class Share:
 
 
 class Spoiling:
-    """Keeps the ways in which one process's bits are wrong; set by faults."""
+    """Describes how one process's bits are wrong. Faults set it."""
 
     def __init__(self, rng: Random, count: Counter[str]) -> None:
         self.flipped: int | None = None  # the part of its state in which a bit is wrong

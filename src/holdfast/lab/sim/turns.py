@@ -34,7 +34,8 @@ from holdfast.lab.sim.wrong_bits import Violation
 Slots = tuple[int, ...]
 NOWHERE = 0  # the slot of elements that a member does not have
 _Bounds = tuple[float, float]  # a part; equal fractions are equal floats, and these are quick
-_Held = list[tuple[_Bounds, int]]  # parts, and the slots in which they are
+# Parts, each with its slot.
+_Held = list[tuple[_Bounds, int]]
 HOSTINGS_KEPT = 4
 NONE_AWAITED = -1
 REPEATED_WITHIN_S = 4.0  # a message that comes twice comes again within this time

@@ -107,15 +107,15 @@ def test_other_values_are_refused(value: object) -> None:
         (["o", "os:system"], "No module named"),
         (["o", "types:dataclass"], "is no class of its module"),
         (["o", "types:__builtins__"], "is no class of its module"),
-        (["o", "types.Member"], "names no class"),
-        (["o", "types:Member", "__class__", 1], "'__class__' is no attribute"),
-        (["o", "types:Member", "left", 1], "left"),
-        (["o", "types:Member", "worker"], "zip"),
+        (["o", "views.Member"], "names no class"),
+        (["o", "views:Member", "__class__", 1], "'__class__' is no attribute"),
+        (["o", "views:Member", "left", 1], "left"),
+        (["o", "views:Member", "worker"], "zip"),
         (["o", "errors:WireError"], "object.__new__"),
-        (["o", "types:Stage"], "no types:Stage can be made"),
-        (["e", "types:Stage", "NO_SUCH"], "NO_SUCH"),
-        (["e", "types:Member", "worker"], "is no Enum"),
-        (["m", "types:Member", 1], "is no tuple"),
+        (["o", "worker_status:Stage"], "no worker_status:Stage can be made"),
+        (["e", "worker_status:Stage", "NO_SUCH"], "NO_SUCH"),
+        (["e", "views:Member", "worker"], "is no Enum"),
+        (["m", "views:Member", 1], "is no tuple"),
         (["r", 3], "IndexError"),
         (["t", ["r", 0]], "contains itself"),
         (["d", 1], "zip"),
@@ -133,7 +133,10 @@ def test_bytes_that_describe_no_graph_are_refused(form: object, why: str) -> Non
 
 
 forms = st.recursive(
-    plain | st.sampled_from(["types:Member", "types:Stage", "errors:WireError", "worker", "view"]),
+    plain
+    | st.sampled_from(
+        ["views:Member", "worker_status:Stage", "errors:WireError", "worker", "view"]
+    ),
     lambda inner: st.tuples(st.sampled_from("pdomenriltsfx"), st.lists(inner)).map(
         lambda pair: [pair[0], *pair[1]]
     ),

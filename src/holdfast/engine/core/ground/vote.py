@@ -89,7 +89,7 @@ class Tally:
     doubts: tuple[int, ...]
     compute_us: tuple[int, ...]
     waits: tuple[Wait, ...]
-    #: The order by which all members can feed; 0: none.
+    #: The newest order to feed that all members can carry out; 0: there is none.
     follow: int
     protect: bool
     staged: tuple[int, ...]

@@ -224,7 +224,7 @@ class FallCauses:
             self._words[status.worker] = wrong[-1]
 
     def find_cause(self, worker: WorkerId, crash: str) -> str:
-        """Return the cause of a loss. `crash`: the signal by which it ended itself, or empty."""
+        """Return the cause of a loss. `crash`: the signal of its own crash, or empty."""
         return self._words.pop(worker, "") or crash
 
 

@@ -16,12 +16,11 @@ from holdfast.engine.core.membership.changes import Change, WantSpares
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.membership.view_making import Room
+from holdfast.engine.core.policies import WORKER_MTBF_S
 from holdfast.engine.core.types import Incarnation, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import Stage
 
-# 419 unexpected interruptions in 54 days of 16,384 GPUs: "The Llama 3 Herd of Models" (2024), 3.3.4
-LOSS_EVERY_S = 54 * 86_400.0 * 16_384 / 419  # between losses of one worker, as a first guess
 FORMER = 0.001  # the guess weighs as much as so few losses: observed ones soon weigh more
 REPLACE_S = 60.0  # to replace a worker, before anything is observed
 NORMAL_FROM = 500.0  # from this mean on a Poisson distribution is taken to be normal
@@ -123,7 +122,7 @@ class Reserve:
         )
 
     def _count_needed(self, workers: int) -> tuple[int, str]:
-        rate = (self.losses + FORMER) / (self.worked_s + FORMER * LOSS_EVERY_S)
+        rate = (self.losses + FORMER) / (self.worked_s + FORMER * WORKER_MTBF_S)
         replace_s = max(self.replaced_s, default=REPLACE_S)
         found = spares_needed(rate * workers * replace_s)
         why = (

@@ -22,13 +22,10 @@ from holdfast.engine.core.ground.effects import CopyState, Outcome
 from holdfast.engine.core.ground.events import EventNoted, SaveEnded, SinkKind
 from holdfast.engine.core.ground.vote import Wish
 from holdfast.engine.core.invalidations import Invalidations, is_invalidated
-from holdfast.engine.core.policies import PacePolicy
+from holdfast.engine.core.policies import WORKER_MTBF_S, PacePolicy
 from holdfast.engine.core.types import ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 
-# Until a job has seen losses of its own: 419 unexpected interruptions of 16,384 GPUs in 54 days
-# (Llama 3, arXiv:2407.21783, Table 5), as seconds of one worker for each.
-WORKER_MTBF_S = 16_384 * 54 * 86_400 / 419
 STEPS_KEPT = 50
 
 

@@ -45,7 +45,8 @@ KEEPS = (
     "parameters, its batch and the global random generators"
 )
 MISTAKES_MAX = 1  # a worker is forgiven for this many
-CALM_STEPS = 64  # steps in which such sums are believed, after one that is rightly not finite
+#: After a sum that is rightly not finite, further ones are believed for this many steps.
+CALM_STEPS = 64
 STEADY_MAX = 2  # machines that may be wrong in a steady way
 TIES_MAX = 2  # times that two halves of the workers may hold different states;
 TIES_MAX_LOST = 1  # without a checkpoint to go back to

@@ -62,7 +62,7 @@ class Checkpoints:
     def __init__(self, storage: Storage, say: Callable[[str], None] = lambda line: None) -> None:
         self.storage = storage
         self._say = say
-        # Steps of the unreadable checkpoints that `say` has received a sentence about.
+        # Steps of the unreadable checkpoints that were reported to `say`.
         self._told: set[int] = set()
         self._known: list[tuple[object, Known]] = []  # none or one
 

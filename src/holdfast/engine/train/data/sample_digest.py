@@ -40,7 +40,7 @@ _NATIVE = frozenset((*_WHOLE, torch.float16, torch.float32, torch.float64))  # N
 SAMPLES_COMPARED = 2  # at a time
 PLACES_COMPARED = 4
 SUBSETS_MAX = 8  # one inside the other
-#: Texts by names, which begin with one of step/state_differences.DATA.
+#: Texts by name. A name begins with an entry of step/state_differences.DATA.
 Facts = dict[str, str]
 
 

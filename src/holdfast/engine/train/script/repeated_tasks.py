@@ -99,7 +99,7 @@ class RepeatedTasks:
         turn, within = divmod(step, 1 if step < EARLY_STEPS else self._cycle)
         due = self._is_first or (within == 0 and turn % self._vranks == vrank)
         if due:
-            # Other workers wait for one that joins later.
+            # The workers wait for a worker that joins later.
             self._is_close = self._is_first and step < EARLY_STEPS
             self._is_earliest, self._is_first = self._is_first, False
         return due

@@ -22,7 +22,8 @@ from holdfast.engine.train.step.row_table import Rows
 from holdfast.engine.train.step.step_data import StepData
 
 HEAD_WORDS = 4  # the view in which it was reduced, two sizes, and whether the loop stops
-FIXED = 5  # shared buffers before those of tables
+#: Shared buffers that each image has. The buffers of tables follow.
+FIXED = 5
 LENGTH = struct.Struct("!I")
 # For each table, its number of rows, and whether these are all of them.
 TableSizes = Sequence[tuple[int, bool]]

@@ -66,9 +66,9 @@ class StepData:
         self.reduced_in = 0
         #: This worker makes the job's calls for the step. At most one member does.
         self.acts = False
-        #: The leaders of views in which this worker gave all of its parts of the open step. Such a
-        #: leader may have the sum, and may have made the calls, even if others lack it.
-        self._leaders: list[WorkerId] = []
+        #: The leader of the first view in which this worker gave all of its parts of the open
+        #: step. It may have the sum, and may have made the calls, even if other members lack it.
+        self._first_leader: WorkerId | None = None
         #: Shares out the optimizers' state among the members.
         self.sharding = sharding
         self._opening = Opening()
@@ -98,7 +98,7 @@ class StepData:
         """Begin a step; its gradients and buffers have been reset."""
         self._opening = Opening(act, fingerprints, self.wants_stop)
         self.values.reset()
-        self._leaders.clear()
+        self._first_leader = None
         self.reset()
 
     def reset(self) -> None:
@@ -120,8 +120,8 @@ class StepData:
 
     def record_given(self, leader: WorkerId) -> None:
         """Record that all parts of this worker are under way, in a view with this leader."""
-        if leader not in self._leaders:
-            self._leaders.append(leader)
+        if self._first_leader is None:
+            self._first_leader = leader
 
     def record_reduced(self, view: int, *, leader: WorkerId | None = None) -> None:
         """Record that the step's gradient is complete, by an exchange in this view.
@@ -130,4 +130,4 @@ class StepData:
         not. A leader makes no calls if an earlier leader may have made them.
         """
         self.reduced_in = view
-        self.acts = leader is not None and all(each == leader for each in self._leaders)
+        self.acts = leader is not None and self._first_leader in (None, leader)
