@@ -112,6 +112,10 @@ class Engine(threading.Thread):
                 self._carry_out(order)
             except Aborted as error:
                 self._leave()
+                if self._driver.failure is not None:
+                    # No view can be used any more. If this worker gave up each of them, the others
+                    # would begin one after the other until its process has ended.
+                    return
                 peer = _find_worker(self._driver.view, view, error.rank)
                 self._driver.post(ev.GroupBroken(view, str(error), peer))
             except BaseException as error:  # noqa: BLE001 - the script's thread raises it

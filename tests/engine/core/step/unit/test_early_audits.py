@@ -14,9 +14,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import thread_cluster
 from guard_kit import STEPS, told
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground.events import Purpose, TaskDone
+from holdfast.engine.core.job_spec import with_settings
 from holdfast.engine.core.step.audit import (
     FICKLE,
     SUBSTITUTED,
@@ -35,7 +37,8 @@ from holdfast.engine.train.job import Job
 from holdfast.engine.train.script import repeated_tasks, script_suspects
 from loop_kit import dataset, protected
 from machine_kit import a_view
-from thread_cluster import ThreadWorker
+from support import SPEC
+from thread_cluster import ThreadCluster, ThreadWorker
 
 W0, W1, W2, W3 = (WorkerId(i) for i in range(4))
 mse = nn.functional.mse_loss
@@ -311,7 +314,7 @@ def keeps(kind: str) -> Callable[[Job, ThreadWorker], None]:
         pytest.param("first batch", "first['mean']", 3, marks=pytest.mark.slow),
         pytest.param("worker", "job.worker", 2, marks=pytest.mark.slow),
         pytest.param("worker", "job.worker", 3, marks=pytest.mark.slow),
-        pytest.param("leader", "job.is_leader", 2, marks=pytest.mark.slow),
+        ("leader", "job.is_leader", 2),
         pytest.param("start", "time.monotonic()", 2, marks=pytest.mark.slow),
     ],
 )
@@ -323,6 +326,16 @@ def test_a_steady_difference_on_one_worker_is_found_by_another(
     assert "workers come to different gradients in step" in found
     assert "the script keeps something that is not the same on all workers" in found
     assert says in found
+
+
+def test_a_worker_that_has_failed_gives_up_no_further_views(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thread_cluster, "ROUNDS_TO_FAIL", 100)  # its script takes long to end
+    spec = with_settings(SPEC, {"workers.nproc": 2, "workers.virtual": 4})
+    cluster = ThreadCluster(spec, keeps("worker"))
+    assert cluster.run()
+    assert len(cluster.views) <= 2, cluster.views
 
 
 @pytest.mark.parametrize("start", [9, pytest.param(30, marks=pytest.mark.slow)])
