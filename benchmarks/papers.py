@@ -18,7 +18,7 @@ from random import Random
 
 from network_model import BEGIN, END, replace_section
 
-from holdfast.engine.core.replica.saves import best_interval_s
+from holdfast.engine.core.replica.intervals import best_interval_s
 from holdfast.plan import closed_forms as forms
 from holdfast.plan.advice import find_best
 from holdfast.plan.distributions import Interval, Weibull

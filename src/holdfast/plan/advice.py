@@ -18,7 +18,7 @@ from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.membership.reserve import spares_needed
 from holdfast.engine.core.policies import PacePolicy
 from holdfast.engine.core.redundancy import Redundancy
-from holdfast.engine.core.replica.saves import best_interval_s
+from holdfast.engine.core.replica.intervals import best_interval_s, best_steps
 from holdfast.plan.failing_job import make_recovery
 from holdfast.plan.failure_tables import DAY_S, Effect
 from holdfast.plan.machines import Found, Trial, assume_recovery, run_trial
@@ -42,8 +42,6 @@ ENOUGH = (0.5, 0.8, 0.9, 0.99, 0.999, 0.9999)
 #: A choice that is simpler is as good if it is worse by no more than this share of the time.
 AS_GOOD = 0.0005
 NEXT = 3
-#: Steps whose gradients are logged, at most: they take memory.
-PROTECT_MOST = 100
 PLAYS = 8
 SPAN_S = 28 * DAY_S
 #: Failures after which a play ends early.
@@ -152,12 +150,11 @@ def _protect_every(scenario: Scenario, choice: Choice) -> int:
         return 1
     rates = make_recovery(scenario, choice).rates
     rate = sum(rates.get(e, 0.0) for e in (Effect.PROCESS, Effect.HANG, Effect.NODE))
-    if rate == 0:
-        return 1
-    # Half an interval is applied again from logged gradients, at a share of its cost.
-    again = scenario.work.replay_share
-    best_s = best_interval_s(scenario.copy_s(choice), 1 / rate / again)
-    return min(max(round(best_s / scenario.step_s(choice)), 1), PROTECT_MOST)
+    step_s = scenario.step_s(choice)
+    apply_s = scenario.work.replay_share * step_s if rate else 0.0
+    return best_steps(
+        scenario.copy_s(choice), apply_s=apply_s, step_s=step_s, mtbf_s=1 / rate if rate else 0.0
+    )
 
 
 def _save_every_s(scenario: Scenario, choice: Choice) -> float:

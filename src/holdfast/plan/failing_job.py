@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from holdfast.engine.core.replica.intervals import chance_of_losing_pieces
 from holdfast.plan.failure_tables import DAY_S, Effect
 from holdfast.plan.recovery import NO_STANDSTILL, RecoveryTimes, Standstill
 from holdfast.plan.scenario import Choice, Point, Scenario
@@ -60,7 +61,7 @@ class FailingJob:
         for effect in (Effect.NODE, Effect.DOMAIN, *ANNOUNCED):
             back[effect] = replace_s + (0.0 if is_one else ready_s)
         return RecoveryTimes(
-            workers=nodes if scenario.is_spread else scenario.count_workers(choice),
+            workers=self._count_units(),
             rates=rates,
             lost=self._find_lost(),
             pauses={
@@ -107,6 +108,12 @@ class FailingJob:
         if self.scenario.is_spread:  # the processes of the other nodes start again as well
             return ready_s
         return 0.0 if self.choice.hot else self.scenario.feed_s()
+
+    def _count_units(self) -> int:
+        """Return the number of workers, or of their nodes if workers lie on several nodes."""
+        if self.scenario.is_spread:
+            return self.scenario.working_nodes(self.choice)
+        return self.scenario.count_workers(self.choice)
 
     def _find_lost(self) -> dict[Effect, int]:
         """Return the workers, or nodes of workers on several nodes, that a failure takes."""
@@ -157,20 +164,17 @@ class FailingJob:
         nodes = self.scenario.working_nodes(self.choice)
         domain = self.scenario.cluster.domain_nodes
         if not self.scenario.is_only_in_pieces(self.choice):
-            return float(effect is Effect.DOMAIN and domain >= nodes)
+            return float(self._find_lost().get(effect, 0) >= self._count_units())
         if not self.choice.redundancy.data:
             return 1.0
         if effect in (Effect.PROCESS, Effect.HANG):  # memory is kept by the node's agent
             return 0.0
-        tolerated = self.choice.redundancy.nodes_to_lose(nodes)
         if effect is Effect.DOMAIN:
             pieces, domains = self.choice.redundancy.pieces_on(nodes), max(nodes // domain, 1)
             return float(-(-pieces // domains) > self.choice.redundancy.parity)
-        if tolerated == 0:
-            return 1.0
-        # Further losses among the other holders, until the next state is protected.
-        holders = min(self.choice.redundancy.pieces_on(nodes) - 1, nodes - 1) / max(nodes - 1, 1)
-        window_s = self.choice.protect_every * self.scenario.step_s(self.choice)
-        mean = rates.get(Effect.NODE, 0.0) * window_s * holders
-        fewer = math.exp(-mean) * sum(mean**k / math.factorial(k) for k in range(tolerated))
-        return max(1.0 - fewer, 0.0)
+        return chance_of_losing_pieces(
+            self.choice.redundancy,
+            nodes,
+            loss_rate=rates.get(Effect.NODE, 0.0),
+            window_s=self.choice.protect_every * self.scenario.step_s(self.choice),
+        )

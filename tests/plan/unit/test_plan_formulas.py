@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.replica.saves import best_interval_s
+from holdfast.engine.core.replica.intervals import best_interval_s
 from holdfast.plan import closed_forms as forms
 from holdfast.plan.distributions import (
     Interval,

@@ -93,7 +93,8 @@ def run(run_dir: RunDir) -> int:
     is_another = bool(uid) and known is not None and known[0] != uid
     if outcome == "" or (outcome and not is_another):
         print_line(f"the job is over: {outcome or 'it succeeded'}")
-        return 1 if outcome else 0
+        # Kubernetes may not have answered the pod that ended the job.
+        return end_with(plan, run_dir, 1 if outcome else 0)
     waited = False
     while FileJournal(run_dir.journal).is_held():
         if not waited:
@@ -110,9 +111,12 @@ def run(run_dir: RunDir) -> int:
     host, port = parse_address(plan.settings["address"])
     with listen(os.environ[ADDRESS_VARIABLE], port) as listener:
         code = coordinate(run_dir, plan, listener, host, resume=known is not None and known[1])
-    if run_dir.outcome() is not None:
-        end_job = finish_job(plan.settings["namespace"], job_prefix(run_dir.spec().job), code)
-        asyncio.run(end_job)
+    return code if run_dir.outcome() is None else end_with(plan, run_dir, code)
+
+
+def end_with(plan: FleetPlan, run_dir: RunDir, code: int) -> int:
+    """Make the Job end with this pod. Returns its exit status."""
+    asyncio.run(finish_job(plan.settings["namespace"], job_prefix(run_dir.spec().job), code))
     return code
 
 

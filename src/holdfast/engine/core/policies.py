@@ -75,6 +75,17 @@ class PacePolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationPolicy:
+    """Sets how nodes keep the state in their memory (core/replica/replicating.py)."""
+
+    redundancy: Redundancy = field(default_factory=Redundancy)
+    #: Steps from one replicated state to the next; 0: as many as cost the least time.
+    every: int = 0
+    #: No worker holds the whole state.
+    is_sharded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPolicy:
     """Keeps the settings for groups of processes (core/membership/group.py)."""
 

@@ -24,6 +24,7 @@ from holdfast.engine.core.ground.events import (
     StateLost,
 )
 from holdfast.engine.core.job_spec import JobSpec
+from holdfast.engine.core.policies import ReplicationPolicy
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
@@ -123,7 +124,11 @@ def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
             compared=silent.fingerprint_steps > 0,
         ),
         restore_s=spec.nodes.abandon_s,
-        protect_every=spec.memory.every or 0,
+        replication=ReplicationPolicy(
+            redundancy=spec.redundancy(),
+            every=spec.memory.every or 0,
+            is_sharded=spec.workers.shard_optimizer,
+        ),
         script_cycle=silent.fingerprint_steps,
         processor=kind_of_processor(),
     )

@@ -13,6 +13,7 @@ from holdfast.engine.core.policies import (
     BackupPolicy,
     CoordinatorPolicy,
     LeasePolicy,
+    ReplicationPolicy,
     RestartPolicy,
 )
 from holdfast.engine.core.redundancy import Redundancy
@@ -193,7 +194,11 @@ class Options:
             patience=self.patience,
             saves=SavePolicy(enabled=saves, every=self.save_every, compared=self.cycle > 0),
             restore_s=self.restore_s,
-            protect_every=self.protect_every,
+            replication=ReplicationPolicy(
+                redundancy=self.redundancy,
+                every=self.protect_every,
+                is_sharded=self.shard_optimizer,
+            ),
         )
 
     def lease_policy(self) -> LeasePolicy:

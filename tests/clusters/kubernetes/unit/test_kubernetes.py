@@ -21,7 +21,7 @@ from lightkube.resources.core_v1 import Node, Pod
 from holdfast.cli.main import main
 from holdfast.clusters.kubernetes import kubernetes_job, launch_k8s
 from holdfast.clusters.kubernetes.kubernetes_manager import KubernetesManager, fill
-from holdfast.clusters.kubernetes.kubernetes_manifests import POD_VARIABLE
+from holdfast.clusters.kubernetes.kubernetes_manifests import POD_VARIABLE, TRIES_MAX
 from holdfast.clusters.kubernetes.kubernetes_notices import (
     OVERDUE_AWAY_S,
     OVERDUE_S,
@@ -33,6 +33,7 @@ from holdfast.engine.core.fleet.placements import Holding, PlacementId
 from holdfast.engine.fleet.cluster_manager import PlacementOrder
 from holdfast.engine.net.channel import Channel, Gate
 from holdfast.engine.net.secret import parse_secret
+from holdfast.engine.runtime.rundir import write_json
 from holdfast.engine.wire.job_document import decode_job
 from holdfast.engine.wire.messages import DrainRequest, OrderReply
 from labs.fake_kubernetes import FakeKubernetes
@@ -518,6 +519,35 @@ def test_an_image_without_the_client_says_so(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"holdfast\[kubernetes\]"):
         kubernetes_job.run(kubernetes_job.RunDir(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "tries"), [("interrupted", 1, 0), ("", 0, TRIES_MAX)]
+)
+def test_a_pod_of_a_job_that_is_over_ends_the_job_as_well(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outcome: str,
+    status: int,
+    tries: int,
+) -> None:
+    """Kubernetes may not have answered the pod that ended it: further pods would follow."""
+    run_dir = kubernetes_job.RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    write_json(run_dir.result, {"outcome": outcome})
+    found = launch(capsys, "--run-dir", str(run_dir.path))
+    held = found["Secret"]["stringData"]
+    for variable, key in (("SECRET", "secret"), ("JOB", "job.json"), ("PLAN", "fleet.json")):
+        monkeypatch.setenv(f"HOLDFAST_{variable}", held[key])
+    with FakeKubernetes() as api:
+        config = write_kubeconfig(tmp_path / "config", api.url)
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        cluster = KubernetesCluster(tmp_path, config, lambda away: None)
+        cluster.apply([found["Job"]])
+        assert kubernetes_job.run(run_dir) == status
+        job = cluster.client.get(Job, found["Job"]["metadata"]["name"]).to_dict()
+        assert job["spec"]["backoffLimit"] == tries
 
 
 def test_an_order_of_a_job_that_is_gone_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 
-from holdfast.engine.core import invalidations
+from holdfast.engine.core import invalidations, policies
 from holdfast.engine.core.directives import SIGTERM, AgentReport, Directive, WorkerDirective
 from holdfast.engine.core.fleet.placements import FleetPolicy
 from holdfast.engine.core.ground import standing
@@ -32,9 +32,11 @@ from holdfast.engine.core.policies import (
     CoordinatorPolicy,
     LeasePolicy,
     PacePolicy,
+    ReplicationPolicy,
     RestartPolicy,
 )
-from holdfast.engine.core.replica import saves
+from holdfast.engine.core.redundancy import Redundancy
+from holdfast.engine.core.replica import intervals
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step import audit, newcomers, rulings, speculation
 from holdfast.engine.core.step.balance import WINDOW_TIMES_MAX, BalancePolicy
@@ -112,7 +114,8 @@ def test_the_defaults_for_a_step_are_pinned() -> None:
     policy = StepPolicy()
     assert (policy.seed, policy.audit, policy.audit_tolerance) == (0, 0.0, 0.0)
     assert (policy.cycle, policy.keeps) == (0, False)
-    assert (policy.protect_every, policy.script_cycle, policy.processor) == (0, 0, 0)
+    assert (policy.script_cycle, policy.processor) == (0, 0)
+    assert policy.replication == ReplicationPolicy(redundancy=Redundancy(), every=0)
 
 
 def test_the_defaults_for_a_fleet_are_pinned() -> None:
@@ -161,6 +164,6 @@ def test_the_bounds_on_everything_that_is_kept_are_pinned() -> None:
     assert WINDOW_TIMES_MAX == 8
     assert (newcomers.REFUSED_MAX, reserve.REPLACED_MAX) == (1, 8)
     assert (arena.PARTS_MAX, arena.COUNT_MAX) == (100_000, 1 << 53)
-    assert saves.STEPS_KEPT == 50
+    assert intervals.STEPS_KEPT == 50
     # 419 unexpected interruptions of 16,384 GPUs in 54 days: of one worker, in five years.
-    assert 5.0 < saves.WORKER_MTBF_S / (365 * 86_400) < 6.0
+    assert 5.0 < policies.WORKER_MTBF_S / (365 * 86_400) < 6.0

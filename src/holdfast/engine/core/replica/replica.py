@@ -17,7 +17,9 @@ from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.events import FIRST, SinkKind, SourceKind
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.invalidations import is_invalidated
+from holdfast.engine.core.policies import ReplicationPolicy
 from holdfast.engine.core.replica.feeding import FedEvent, Feeding, Following
+from holdfast.engine.core.replica.intervals import Exposure
 from holdfast.engine.core.replica.replicating import Replicating
 from holdfast.engine.core.replica.saves import SavedUpTo, SavePolicy, Saves
 from holdfast.engine.core.transitions import Transitions
@@ -133,8 +135,6 @@ class Replica:
 
     `keeps`: there are checkpoints to go back to. `compares`: members compare their states.
     `restore_s`: how long a store may stay silent when the job is to begin from a checkpoint.
-    `protect_every`: steps between two states put into the nodes' memory; 0: as many as are applied
-    again in the time that a state takes.
     """
 
     def __init__(
@@ -145,12 +145,13 @@ class Replica:
         keeps: bool = False,
         compares: bool = False,
         restore_s: float = 300.0,
-        protect_every: int = 0,
+        replication: ReplicationPolicy | None = None,
     ) -> None:
-        self.saves = Saves(saves, standing.me)
+        self._exposure = Exposure(replication)
+        self.saves = Saves(saves, standing.me, self._exposure)
         self.room = RoomWait(standing, self.saves)
         self.feeding = Feeding()
-        self.replicating = Replicating(protect_every)
+        self.replicating = Replicating(self._exposure)
         self._stage = SyncStage.CLOSED
         self._is_receiving = False  # a missed step is on its way
         self._standing = standing
@@ -180,6 +181,7 @@ class Replica:
         self._go_to(SyncStage.CONNECTING)
         committed = self._standing.status.committed
         self._standing.carry(self.feeding.enter(view))
+        self._exposure.enter(view)
         self.saves.enter(view, self._standing.now)
         self.saves.drop_unconfirmed(committed)
         self.replicating.enter(view)
@@ -317,10 +319,16 @@ class Replica:
         """Record that the script is ready to compute a step."""
         self._opened = self._following.opened = step
 
+    def record_step(self) -> None:
+        """Record that this member votes on a step."""
+        self._exposure.record_step(self._standing.now)
+
     def record_copy(self, event: ev.StateCopied) -> None:
-        """Record that the state was copied to be saved, or why not."""
+        """Record that the state was copied to be saved or replicated, or why not."""
+        now = self._standing.now
+        if event.sink is SinkKind.MEMORY:
+            self.replicating.record_pause(now, event.stall_s)
         if event.sink is SinkKind.STORE:
-            now = self._standing.now
             copied = self.saves.record_copy(event.step, now, event.stall_s, event.problem)
             self._standing.carry(copied)
             if self._standing.status.saving:
@@ -437,7 +445,7 @@ class Replica:
     def record_replication(self, event: ev.StateProtected) -> None:
         """Record that this worker's pieces of a state are in memory, or why not."""
         standing = self._standing
-        standing.carry(self.replicating.record_copy(event.step, event.problem, standing.now))
+        standing.carry(self.replicating.record_copy(event.step, event.problem))
 
     def record_save_end(self, event: ev.SaveEnded) -> None:
         """Record the end of a save, as the writer reports it."""

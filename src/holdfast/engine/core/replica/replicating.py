@@ -8,10 +8,14 @@ all members have done so, and the next step has compared the states: then all ol
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
+
 from holdfast.engine.core.ground.effects import CopyState, Forget, Outcome
 from holdfast.engine.core.ground.events import EventNoted, SinkKind
 from holdfast.engine.core.ground.vote import Tally
 from holdfast.engine.core.redundancy import Piece, Redundancy
+from holdfast.engine.core.replica.intervals import STEPS_KEPT, CopyCost, Exposure
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
 
@@ -49,27 +53,23 @@ def _parts(view: View, shard: int) -> dict[int, int]:
 
 
 class Replicating:
-    """Keeps agreements and progress. `every`: steps from one replicated state to the next.
+    """Keeps agreements and progress; `exposure` finds the steps between two states."""
 
-    0: the next one is due once it would take longer to apply all gradients since the newest one
-    again than it took to put that into memory, as this member has timed both.
-    """
-
-    def __init__(self, every: int) -> None:
+    def __init__(self, exposure: Exposure) -> None:
         #: The number of steps before the newest state whose pieces are in memory; negative if that
         #: state could not be copied.
         self.staged = 0
         self.full = False  # there is hardly room for further gradients here
-        self._every = every
+        self._exposure = exposure
         self._view: View | None = None
         self._last: int | None = 0  # steps before the replicated state, or this member's first one
         self._agreed: int | None = None  # steps before the state to be replicated next
         self._pending: int | None = None  # it was copied, and does not count yet
         self._counts: int | None = None  # all have replicated it: older ones may go
         self._voted_at: float | None = None  # for a step that the script applies now
-        self._applying_s = 0.0  # how long the script took to, for all steps since the newest state
-        self._ordered_at = 0.0
-        self._copying_s = 0.0  # how long it took to put the newest state into memory
+        # Seconds that the script took to apply steps.
+        self._applying: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._cost = CopyCost()
 
     @property
     def is_active(self) -> bool:
@@ -92,9 +92,9 @@ class Replicating:
     def _is_due(self, step: int) -> bool:
         if self._last is None:
             return True
-        if self.full or self._every:
-            return step >= self._last + (1 if self.full else self._every)
-        return self._applying_s > self._copying_s
+        apply_s = median(self._applying or [0.0])
+        every = 1 if self.full else self._exposure.choose_steps(self._cost.cost_s, apply_s)
+        return step >= self._last + every
 
     def postpone(self, step: int) -> None:
         """Record that the script did not rest after `step` steps: copy at the next boundary."""
@@ -108,7 +108,7 @@ class Replicating:
     def next_copy(self, step: int, now: float) -> list[Outcome]:
         """Return the order to copy, if the state as it is now was agreed on."""
         if self._voted_at is not None:
-            self._applying_s += now - self._voted_at
+            self._applying.append(now - self._voted_at)
             self._voted_at = None
         if self._agreed is None or self._view is None or step < self._agreed:
             return []
@@ -116,13 +116,16 @@ class Replicating:
         if agreed != step:  # no state is copied between two loops
             self._last = None
             return []
-        self._pending, self._ordered_at, self._applying_s = step, now, 0.0
+        self._pending = step
         return [CopyState(SinkKind.MEMORY, step, self._view)]
 
-    def record_copy(self, step: int, problem: str, now: float) -> list[Outcome]:
+    def record_pause(self, now: float, stall_s: float) -> None:
+        """Record that the script stood still for a copy; its pieces are made from now on."""
+        self._cost.begin(now, stall_s)
+
+    def record_copy(self, step: int, problem: str) -> list[Outcome]:
         """Record that this member's pieces of a state are in memory, or why not."""
         if self._pending == step:
-            self._copying_s = now - self._ordered_at
             self.staged = -step if problem else step
         text = f"step {step} is not protected: {problem}"
         return [EventNoted("memory", text)] if problem else []
@@ -132,6 +135,11 @@ class Replicating:
         self._voted_at = now
         if tally.protect:
             self._agreed = self._last = step + 1
+        self._count_staged(step, tally)
+        self._cost.record_step(now, busy=self._pending is not None)
+
+    def _count_staged(self, step: int, tally: Tally) -> None:
+        """Find whether all members have put the pending state into memory."""
         pending = self._pending
         if pending is None or step < pending:
             return

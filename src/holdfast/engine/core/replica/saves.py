@@ -12,21 +12,17 @@ losses need no checkpoint, because other workers hold the state, so the interval
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 from holdfast.engine.core.ground.effects import CopyState, Outcome
 from holdfast.engine.core.ground.events import EventNoted, SaveEnded, SinkKind
 from holdfast.engine.core.ground.vote import Wish
 from holdfast.engine.core.invalidations import Invalidations, is_invalidated
-from holdfast.engine.core.policies import WORKER_MTBF_S, PacePolicy
+from holdfast.engine.core.policies import PacePolicy
+from holdfast.engine.core.replica.intervals import Exposure, Pace
 from holdfast.engine.core.types import ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
-
-STEPS_KEPT = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,76 +65,6 @@ class AgreedSave:
         return self.copied and self.wish is Wish.END_SAVE
 
 
-def best_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Seconds from the end of a save to the begin of the next, for the least time lost."""
-    if cost_s >= 2 * mtbf_s:
-        return mtbf_s
-    x = cost_s / (2 * mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - cost_s
-
-
-class Pace:
-    """Measures the job for one worker; times are seconds of any one clock.
-
-    The cost of a save is how long training stands still for it, and how much longer than usual the
-    steps take while it is written.
-    """
-
-    def __init__(self, policy: PacePolicy, now: float) -> None:
-        self._policy = policy
-        self._steps: deque[float] = deque(
-            maxlen=STEPS_KEPT
-        )  # seconds of steps during which no save ran
-        self._saved_at = self._step_at = now
-        self._under_way: float | None = None  # what the present save has cost so far
-        self._cost_s = 0.0
-        self._workers: Set[object] = frozenset()
-        self._worker_s = 0.0  # seconds of all workers together
-        self._losses = 0
-
-    def record_members(self, workers: Set[object]) -> None:
-        """Record the processes of a new view; a process that is missing in it counts as lost."""
-        before, self._workers = self._workers, workers
-        self._losses += len(before - self._workers)
-
-    def record_step(self, now: float, busy: bool) -> None:
-        """Record that a step has ended, with a save under way or not."""
-        step_s = now - self._step_at
-        self._step_at = now
-        self._worker_s += step_s * len(self._workers)
-        if self._under_way is None:
-            self._steps.append(step_s)
-        elif busy:
-            self._under_way += max(step_s - median(self._steps or [step_s]), 0.0)
-        else:
-            self._cost_s, self._under_way = self._under_way, None
-
-    def record_save(self, now: float, stall_s: float) -> None:
-        """Record that a save was begun after the newest step, and how long training stood still."""
-        self._saved_at = self._step_at = now
-        self._under_way = stall_s
-
-    @property
-    def mtbf_s(self) -> float:
-        """Mean time between losses of any worker."""
-        mean_s = (WORKER_MTBF_S + self._worker_s) / (1 + self._losses)
-        return mean_s / max(len(self._workers), 1)
-
-    @property
-    def interval_s(self) -> float:
-        best = best_interval_s(self._cost_s, self.mtbf_s) if self._cost_s else 0.0
-        return min(max(best, self._policy.least_s), self._policy.most_s)
-
-    def is_due(self, now: float) -> bool:
-        return now - self._saved_at >= self.interval_s
-
-    def __str__(self) -> str:
-        return (
-            f"every {self.interval_s:.3g} s: a save costs {self._cost_s:.2g} s, and one of "
-            f"{len(self._workers)} workers is lost every {self.mtbf_s:.3g} s"
-        )
-
-
 class SaveFailures:
     """Counts failed saves in a row, which are reported ever more seldom."""
 
@@ -165,10 +91,11 @@ class SaveFailures:
 class Saves:
     """Decides one worker's part in saving; `until` is where the present loop of its script ends."""
 
-    def __init__(self, policy: SavePolicy, me: WorkerId) -> None:
+    def __init__(self, policy: SavePolicy, me: WorkerId, exposure: Exposure) -> None:
         self.agreed: AgreedSave | None = None
         self._policy = policy
         self._me = me
+        self._exposure = exposure
         self._pace: Pace | None = None
         self._last: int | None = None  # step that was saved, or that this worker began with
         self._wanted = False  # at the next boundary, by an order
@@ -187,8 +114,7 @@ class Saves:
     def enter(self, view: View, now: float) -> None:
         """Record the members of a new view."""
         if self._pace is None:
-            self._pace = Pace(self._policy.pace, now)
-        self._pace.record_members(view.incarnations)
+            self._pace = Pace(self._policy.pace, self._exposure, now)
         self._view = view
 
     def drop_unconfirmed(self, committed: int) -> None:
@@ -221,7 +147,7 @@ class Saves:
         policy, busy = self._policy, self._busy is not None
         if not policy.enabled or self._pace is None:
             return Wish.NONE, False
-        self._pace.record_step(now, busy)
+        self._pace.record_step(now, busy=busy)
         if self._last is None:
             self._last = step
         due = (

@@ -424,6 +424,7 @@ class StepMachine:
         self._record_reduced(is_believed)
         standing, sums, replica = self._standing, self._sums, self._replica
         assert sums is not None, "a vote without sums"
+        replica.record_step()
         leads, ends = standing.leads_now, standing.ends_saved
         save, busy = replica.saves.opinion(self.step, standing.now, leads=leads, ends=ends)
         vote = Vote(

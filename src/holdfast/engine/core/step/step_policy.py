@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from holdfast.engine.core.ground.events import EventNoted, Row
 from holdfast.engine.core.ground.vote import Tally, count_votes
-from holdfast.engine.core.policies import BackupPolicy
+from holdfast.engine.core.policies import BackupPolicy, ReplicationPolicy
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
@@ -22,8 +22,7 @@ class StepPolicy:
 
     `audit`: share of tasks computed twice. `cycle`: steps in which all of the state is compared; 0:
     never. `keeps`: there are checkpoints to go back to. `restore_s`: how long a store may stay
-    silent when the job is to begin from a checkpoint. `protect_every`: steps between two states put
-    into the nodes' memory; 0: the number that is applied again in the time that a state takes.
+    silent when the job is to begin from a checkpoint.
     `script_cycle`: steps in which workers compare one task, because of the script, in addition to
     the tasks of the first steps (core/step/audits.py); 0: they compare none. `processor`: a number
     that stands for the kind of this worker's processor.
@@ -39,7 +38,7 @@ class StepPolicy:
     patience: Patience = field(default_factory=Patience)
     saves: SavePolicy = field(default_factory=SavePolicy)
     restore_s: float = 300.0
-    protect_every: int = 0
+    replication: ReplicationPolicy = field(default_factory=ReplicationPolicy)
     script_cycle: int = 0
     processor: int = 0
 

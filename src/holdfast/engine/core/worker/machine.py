@@ -59,7 +59,7 @@ class WorkerMachine:
             keeps=policy.keeps,
             compares=policy.cycle > 0,
             restore_s=policy.restore_s,
-            protect_every=policy.protect_every,
+            replication=policy.replication,
         )
         self._step = StepMachine(self._standing, policy, self._replica, counting)
         self._membership = Membership(self._standing, self._replica, self._step)

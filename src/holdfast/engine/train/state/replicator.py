@@ -8,6 +8,7 @@ a reduced gradient are written before the worker votes for its step.
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,13 +110,13 @@ class Replicator(StateSink):
 
     def copy(self, order: ef.CopyState) -> ev.StateCopied:
         """Begin to make pieces of the state, in a thread. The script's thread calls this."""
-        step, view, copied = order.step, order.view, ev.StateCopied(SinkKind.MEMORY, order.step)
+        step, view, began = order.step, order.view, time.monotonic()
         self.wait_before_update()
         try:
             skeleton, found = self._capture(self._make_selector(view))
         except WorldError as error:
             self._tell(ev.StateProtected(step, first_line(error)))
-            return copied
+            return ev.StateCopied(SinkKind.MEMORY, step)
         self._share.begin()
         parts = [torch.frombuffer(bytearray(_head(skeleton)), dtype=torch.uint8)]
         for each in found:
@@ -123,7 +124,7 @@ class Replicator(StateSink):
             parts.append(each.tensor if stays else each.tensor.clone())
         args = step, view, _image(parts), Steady(parts)
         self._share.read_beside("holdfast-replicate", self._make_state, *args)
-        return copied
+        return ev.StateCopied(SinkKind.MEMORY, step, time.monotonic() - began)
 
     def wait_before_update(self) -> None:
         """Wait until the state has been read, because it is about to change."""

@@ -23,6 +23,7 @@ from holdfast.engine.core.membership.protection import (
     make_ring,
 )
 from holdfast.engine.core.membership.roster import Roster
+from holdfast.engine.core.policies import ReplicationPolicy
 from holdfast.engine.core.redundancy import (
     GradientSource,
     KeptPieces,
@@ -31,6 +32,7 @@ from holdfast.engine.core.redundancy import (
     Redundancy,
     read_redundancy,
 )
+from holdfast.engine.core.replica.intervals import Exposure, best_interval_s
 from holdfast.engine.core.replica.replicating import Replicating, pieces_of
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
@@ -132,23 +134,34 @@ class ProtectingMember:
     """Walks one member through steps that its script takes some seconds to apply."""
 
     def __init__(self, every: int) -> None:
-        self.replicating = Replicating(every)
-        self.replicating.enter(view_with(members_on("a"), (AgentId("a"),)))
+        view = view_with(members_on("a"), (AgentId("a"),))
+        self.exposure = Exposure(ReplicationPolicy(every=every))
+        self.exposure.enter(view)
+        self.replicating = Replicating(self.exposure)
+        self.replicating.enter(view)
         self.step, self.now = 0, 0.0
 
-    def walk(self, steps: int, applying_s: float, copying_s: float = 0.0) -> list[int]:
+    def walk(self, steps: int, *, step_s: float = 1.0, stall_s: float = 0.0) -> list[int]:
         """Return the states that were protected."""
         found = []
         for _ in range(steps):
+            self.exposure.record_step(self.now)
             protect = self.replicating.opinion(self.step, leads=True)
             tally = count_votes([a_vote(self.step, protect, self.replicating.staged).row()])
             self.replicating.record_votes(self.step, tally, self.now)
-            self.step, self.now = self.step + 1, self.now + applying_s
+            self.step, self.now = self.step + 1, self.now + step_s
             if self.replicating.next_copy(self.step, self.now):
                 found.append(self.step)
-                self.now += copying_s
-                self.replicating.record_copy(self.step, "", self.now)
+                self.now += stall_s
+                self.replicating.record_pause(self.now, stall_s)
+                self.replicating.record_copy(self.step, "")
         return found
+
+    def lose(self, times: int) -> None:
+        """Lose the only worker again and again."""
+        for number in range(times):
+            member = dataclasses.replace(members_on("a")[0], incarnation=Incarnation(number + 2))
+            self.exposure.enter(view_with((member,), (AgentId("a"),)))
 
 
 def a_vote(step: int, protect: bool, staged: int) -> Vote:
@@ -157,28 +170,30 @@ def a_vote(step: int, protect: bool, staged: int) -> Vote:
 
 def test_a_state_is_due_after_some_steps_or_without_room_for_more() -> None:
     member = ProtectingMember(5)
-    assert member.walk(13, 0.1, copying_s=100.0) == [1, 6, 11]
+    assert member.walk(13, stall_s=100.0) == [1, 6, 11]
     member.replicating.full = True
-    assert member.walk(2, 0.1) == [14]
+    assert member.walk(2) == [14]
 
 
-def test_a_state_is_due_once_the_log_would_take_longer_to_apply_than_it_took() -> None:
+def test_the_steps_between_two_states_follow_from_their_cost_and_the_losses() -> None:
     member = ProtectingMember(0)
-    assert member.walk(30, applying_s=0.125, copying_s=1.0) == [1, 11, 21]
-    assert member.walk(10, applying_s=1.125, copying_s=2.0) == [31, 34, 37, 40]
+    assert member.walk(201, stall_s=2.0) == [1, 101, 201]  # the gradients since are bounded
+    member.lose(3_000_000)
+    between_s = best_interval_s(2.0, member.exposure.loss_mtbf_s)
+    assert 10 < between_s < 20
+    assert member.walk(3 * round(between_s), stall_s=2.0) == [
+        201 + round(between_s) * number for number in (1, 2, 3)
+    ]
     member.replicating.full = True
-    assert member.walk(2, applying_s=0.0) == [42]
+    assert len(member.walk(2)) == 1
 
 
-def test_a_view_change_does_not_count_as_applying() -> None:
-    member = ProtectingMember(0)
-    assert member.walk(5, applying_s=0.125, copying_s=1.0) == [1]
-    view = view_with(members_on("a"), (AgentId("a"),))
-    member.replicating.record_votes(5, count_votes([a_vote(5, False, 1).row()]), member.now)
-    member.now += 1000
-    member.replicating.enter(view)
-    member.step += 1
-    assert member.walk(3, applying_s=0.125) == []
+def test_a_copy_that_is_not_yet_whole_is_followed_by_no_other() -> None:
+    member = ProtectingMember(1)
+    member.walk(1)
+    tally = count_votes([a_vote(1, False, 0).row()])
+    member.replicating.record_votes(1, tally, member.now)
+    assert not member.replicating.opinion(2, leads=True)
 
 
 # ---------------------------------------------------------------- who keeps what

@@ -12,6 +12,7 @@ from holdfast.engine.core.ground.events import EventNoted, SaveEnded, SinkKind
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.ground.vote import Wish
 from holdfast.engine.core.policies import PacePolicy
+from holdfast.engine.core.replica.intervals import Exposure
 from holdfast.engine.core.replica.replica import Replica
 from holdfast.engine.core.replica.saves import SavedUpTo, SavePolicy, Saves
 from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId
@@ -19,7 +20,7 @@ from machine_kit import a_view
 
 
 def saving(every: int = 10, *, compared: bool = False) -> Saves:
-    saves = Saves(SavePolicy(enabled=True, every=every, compared=compared), WorkerId(0))
+    saves = Saves(SavePolicy(enabled=True, every=every, compared=compared), WorkerId(0), Exposure())
     saves.enter(a_view(1, range(2)), 0.0)
     return saves
 
@@ -51,7 +52,7 @@ def test_the_leader_wants_a_save_at_intervals_and_once_for_each() -> None:
     assert wanted == [10, 20, 30, 40]
     assert saving().opinion(9, 0.0, leads=False) == (False, False)
     for no_writer_or_no_view in (SavePolicy(), SavePolicy(enabled=True, every=1)):
-        saves = Saves(no_writer_or_no_view, WorkerId(0))
+        saves = Saves(no_writer_or_no_view, WorkerId(0), Exposure())
         assert saves.opinion(9, 0.0, leads=True) == (False, False)
 
 
@@ -116,7 +117,7 @@ def counting(outcomes: list[Any]) -> list[int]:
 def test_a_copy_that_nobody_took_is_not_made_again_after_every_step() -> None:
     """Such a copy costs as much time as one that is saved."""
     pace = PacePolicy(least_s=3600.0, most_s=3600.0)
-    saves = Saves(SavePolicy(enabled=True, pace=pace), WorkerId(0))
+    saves = Saves(SavePolicy(enabled=True, pace=pace), WorkerId(0), Exposure())
     saves.enter(a_view(1, [0]), 0.0)
     assert saves.opinion(9, 7200.0, leads=True) == (Wish.SAVE, False)
     saves.agree(10, a_view(1, [0]), Wish.SAVE)
