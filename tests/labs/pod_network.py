@@ -56,8 +56,11 @@ class PodNetwork:
         whole = ipaddress.IPv4Network(f"10.{number}.0.0/23")
         self.services, self.pods = whole.subnets()
         # The plugin wants a bridge with no other addresses than its own.
-        for link in self._links():
-            ip("link", "add", link, "type", "bridge")
+        # Without a fixed address a bridge takes the least one of its ports. It changes as pods end,
+        # and the other pods then do not reach the API for half a minute.
+        for place, link in enumerate(self._links()):
+            address = f"02:0a:{number:02x}:00:00:0{place}"
+            ip("link", "add", link, "address", address, "type", "bridge")
             ip("link", "set", link, "up")
         ip("addr", "add", f"{self.machine}/24", "dev", self._bridge)
         for address in (self.api, self.dns):
