@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.events import SinkKind, SourceKind, Topic
-from holdfast.engine.core.policies import BackupPolicy, CoordinatorPolicy
+from holdfast.engine.core.policies import BackupPolicy, CoordinatorPolicy, ReplicationPolicy
 from holdfast.engine.core.redundancy import Redundancy
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.speculation import Patience
@@ -140,7 +140,7 @@ def _setting(workers: int, virtual: int, options: dict[str, int]) -> Setting:
         backup=BackupPolicy(workers=options.get("backup", 0)),
         patience=Patience(steps=2, copies=1.0) if late else Patience(steps=1 << 30),
         saves=SavePolicy(enabled=save > 0, every=save, compared=compares),
-        protect_every=options.get("protect", 0),
+        replication=ReplicationPolicy(every=options.get("protect", 0)),
     )
     least = options.get("least", 1)
     coordinator = CoordinatorPolicy(
