@@ -14,15 +14,18 @@ from dashboard_kit import write_crashed_run, write_event
 from holdfast.cli.main import main as holdfast
 from holdfast.engine.commands.job_options import read_config
 from holdfast.engine.core.redundancy import Redundancy
+from holdfast.engine.core.replica.intervals import OUTAGE_MTBF_S
 from holdfast.engine.records.time_lines import class_seconds
 from holdfast.plan import closed_forms as forms
 from holdfast.plan.advice import (
     LEASES_S,
+    Rated,
     advise,
     choose_intervals,
     find_best,
     is_possible,
     list_choices,
+    play,
     rate_choice,
 )
 from holdfast.plan.distributions import Interval
@@ -35,6 +38,8 @@ from holdfast.plan.recovery import Loss, RecoveryTimes, Standstill, predict
 from holdfast.plan.scenario import Choice, Cluster, Costs, Point, Scenario, Work
 from holdfast.plan.weeks import Ageing, simulate, spread_of
 
+PLAYS = 4
+KINDS_PLAYED = 6
 CLUSTERS = {
     "8 nodes, each GPU a worker": Scenario(
         cluster=Cluster(nodes=8, replace_s=Interval(low=300, high=1800)),
@@ -173,9 +178,9 @@ def test_the_real_machines_lose_about_as_much_as_the_closed_form(trial):
     assert run_trial(trial, failures=10) == found
 
 
-def brute_force(scenario: Scenario) -> float:
-    """Return the largest useful share of a grid that is far finer than the grid of a plan."""
-    best = 0.0
+def brute_force(scenario: Scenario) -> list[Rated]:
+    """Return the best choice of each kind, of a grid that is far finer than the grid of a plan."""
+    found: dict[tuple[int, Redundancy], Rated] = {}
     one = scenario.count_workers(Choice()) == 1
     pieces = one or scenario.work.shard_optimizer
     kinds = [Redundancy(), *(Redundancy(data=k, parity=m) for k, m in ((1, 1), (2, 1), (6, 3)))]
@@ -199,16 +204,22 @@ def brute_force(scenario: Scenario) -> float:
             each = dataclasses.replace(
                 choice, save_every_s=every_s, protect_every=protect, lease_s=lease_s
             )
-            best = max(best, rate_choice(scenario, each).useful)
-    return best
+            rated = rate_choice(scenario, each)
+            before = found.setdefault((spare, kind), rated)
+            if rated.useful > before.useful:
+                found[spare, kind] = rated
+    return sorted(found.values(), key=lambda rated: -rated.useful)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_a_plan_is_within_two_per_cent_of_the_best_of_a_grid(name):
     scenario = CLUSTERS[name]
-    best = advise(scenario, plays=4, failures=0).best
-    assert best.rated.useful >= 0.98 * brute_force(scenario)
+    best, tried = advise(scenario, plays=PLAYS, failures=0).best, brute_force(scenario)
+    assert best.rated.useful >= 0.98 * tried[0].useful
     assert best.useful == pytest.approx(best.rated.useful, abs=0.02)
+    # The formula chose what is played here: kinds that it rates far lower are no rivals.
+    played = [play(scenario, each, seed=0, plays=PLAYS).useful for each in tried[:KINDS_PLAYED]]
+    assert best.useful >= 0.98 * max(played)
 
 
 def test_choices_are_possible_and_parts_sum_up():
@@ -249,6 +260,19 @@ def test_without_redundancy_an_only_worker_goes_back_to_its_checkpoint():
         scenario, cluster=dataclasses.replace(scenario.cluster, domain_nodes=64)
     )
     assert make_recovery(rack, kept).returns.get(Effect.DOMAIN, 1.0) == 1.0
+
+
+def test_the_only_node_takes_all_workers_with_it():
+    scenario = CLUSTERS["8 nodes, each GPU a worker"]
+    one = dataclasses.replace(scenario, cluster=dataclasses.replace(scenario.cluster, nodes=1))
+    returns = make_recovery(one, Choice()).returns
+    assert returns[Effect.NODE] == returns[Effect.OUTAGE] == 1.0
+    assert Effect.PROCESS not in returns
+    assert set(make_recovery(scenario, Choice()).returns) == {Effect.OUTAGE}
+
+
+def test_a_running_job_assumes_as_many_outages_as_a_plan():
+    assert Costs().outages.middle == pytest.approx(30 * DAY_S / OUTAGE_MTBF_S)
 
 
 def test_without_a_store_no_checkpoint_is_advised():

@@ -195,7 +195,7 @@ class CheckpointSettings:
     every: int | None = setting(
         None,
         "steps between two saves; auto: as often as pays, given what a save costs and how often "
-        "workers are lost",
+        "the state of all workers is lost",
         flag="--save-every",
         metavar="N|auto",
         least=1,
@@ -312,7 +312,7 @@ class MemorySettings:
     every: int | None = setting(
         20,
         "steps between two states that are kept there; a longer log of gradients takes more "
-        "memory, and longer to apply; auto: until that would take longer than to keep a state",
+        "memory, and longer to apply; auto: as many as cost the least time, 100 at most",
         flag="--protect-every",
         metavar="N",
         least=1,

@@ -1,6 +1,9 @@
 """Chooses how often a job saves and replicates: from what it costs and how often state is lost.
 
-The formulas serve `holdfast plan` with expected rates, and a running job with measured ones.
+The formulas serve `holdfast plan` with expected rates, and a running job with measured ones. They
+are Young's interval (J. W. Young, "A first order approximation to the optimum checkpoint interval",
+CACM 1974) with Daly's further terms (J. T. Daly, "A higher order estimate of the optimum checkpoint
+interval for restart dumps", FGCS 2006).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ STEPS_KEPT = 50
 def best_interval_s(cost_s: float, mtbf_s: float) -> float:
     """Return the time from the end of a save to the begin of the next, for the least time lost.
 
-    J. T. Daly, A higher order estimate of the optimum checkpoint interval, 2006, equation 37.
+    Daly's equation 37.
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -142,12 +145,10 @@ class Exposure:
         view = self._view
         if view is None:
             return 1.0
-        nodes = len({member.agent for member in view.members})
-        if nodes == 1:
-            return 1.0
-        if not self._policy.is_sharded:  # other workers hold the whole state
-            return 0.0
-        if not view.ring:
+        nodes = len({node for member in view.members for node in member.nodes})
+        if nodes > 1 and self.workers > 1 and not self._policy.is_sharded:
+            return 0.0  # workers on other nodes hold the whole state
+        if nodes == 1 or not view.ring:
             return 1.0
         step_s = median(self._steps or [0.0])
         return chance_of_losing_pieces(

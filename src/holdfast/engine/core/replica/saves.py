@@ -2,12 +2,6 @@
 
 All members agree in their votes that the next boundary is to be saved. A checkpoint counts once the
 copied states of all members have been compared, which happens in the next step.
-
-How often to save weighs the cost of checkpoints against their use: Young's interval (J. W. Young,
-"A first order approximation to the optimum checkpoint interval", CACM 1974) with Daly's further
-terms (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-FGCS 2006). Both the cost of a save and the rate of losses are measured while the job runs. Most
-losses need no checkpoint, because other workers hold the state, so the interval is a cautious one.
 """
 
 from __future__ import annotations

@@ -121,6 +121,10 @@ def test_a_checkpoint_is_needed_only_where_no_other_node_holds_the_state() -> No
     assert exposed("ab").return_mtbf_s == outage
     assert exposed("aa").return_mtbf_s == every_loss
     assert exposed("ab", is_sharded=True).return_mtbf_s == every_loss
+    one, lone = on_nodes("a"), Exposure()
+    spread = dataclasses.replace(one.members[0], further=(AgentId("b"),))
+    lone.enter(dataclasses.replace(one, members=(spread,)))
+    assert lone.return_mtbf_s == pytest.approx(1 / (1 / WORKER_MTBF_S + 1 / OUTAGE_MTBF_S))
     twice = {"is_sharded": True, "redundancy": Redundancy(data=1, parity=1), "every": 10}
     assert exposed("ab", **twice).return_mtbf_s == every_loss  # the nodes hold no pieces yet
     kept = exposed("ab", ring=True, **twice)
