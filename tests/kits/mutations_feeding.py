@@ -15,6 +15,7 @@ from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.followers import Followers
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.membership.view_making import Proposal
+from holdfast.engine.core.replica.copies import Copies
 from holdfast.engine.core.replica.feeding import Feeding, Following
 from holdfast.engine.core.replica.replica import Replica
 from holdfast.engine.core.step.newcomers import Newcomers
@@ -46,14 +47,14 @@ def a_follower_that_is_too_slow_is_fed_on(patch: pytest.MonkeyPatch) -> Machines
 
 @mutation
 def members_copy_at_different_boundaries(patch: pytest.MonkeyPatch) -> Machines:
-    plain = Replica.copy_next
+    plain = Copies.copy_next
 
-    def copy_next(self: Replica, done: SinkKind | None, *, within: bool) -> bool:
+    def copy_next(self: Copies, done: SinkKind | None, *, within: bool) -> bool:
         standing = self._standing
         late = standing.me % 2 and self.feeding._due == standing.status.committed
         return plain(self, SinkKind.FOLLOWERS if late else done, within=within)
 
-    patch.setattr(Replica, "copy_next", copy_next)
+    patch.setattr(Copies, "copy_next", copy_next)
     return Machines()
 
 

@@ -11,7 +11,8 @@ import pytest
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.policies import BackupPolicy
-from holdfast.engine.core.replica.replica import RoomWait, StoreWait
+from holdfast.engine.core.replica.copies import RoomWait
+from holdfast.engine.core.replica.replica import StoreWait
 from holdfast.engine.core.replica.saves import Saves
 from holdfast.engine.core.step import backup
 from holdfast.engine.core.step.audit import Audit

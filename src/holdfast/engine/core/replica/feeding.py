@@ -180,6 +180,22 @@ class Following:
         self._is_stranded = False
         self._last = 0  # the number of the newest order that was begun
 
+    @property
+    def is_fed(self) -> bool:
+        """Return whether members feed this worker, as far as it knows."""
+        return self.order is not None
+
+    @property
+    def joins_fed(self) -> bool:
+        """Return whether it is a member, and may still have to apply steps of its feed."""
+        view, standing = self._standing.view, self._standing
+        return view is not None and view.feeds(standing.me) and standing.acts and self.is_fed
+
+    @property
+    def is_fed_outside(self) -> bool:
+        """Return whether members feed this worker, and it is none of them yet."""
+        return self.is_fed and not self.joins_fed
+
     def heed(self, order: FollowOrder | None) -> None:
         """Begin to follow an order that names this worker, and end an older one.
 

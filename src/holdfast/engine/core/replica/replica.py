@@ -1,10 +1,9 @@
-"""Decides how a worker obtains the state of the job, and how it shares its own copy.
+"""Decides how a worker obtains the state of the job.
 
 A state is a base and the reduced gradients since. A worker that lacks either gets it from a
 source: a checkpoint, the nodes' memory, donors, steps that members kept for it, or members that
-feed it while they train. It gives copies to sinks: the store, the nodes' memory, workers that
-follow, members that come back. It does not know membership; the worker machine names the
-view that began.
+feed it while they train. Its own copies go to sinks (copies.py). It does not know membership; the
+worker machine names the view that began.
 """
 
 from __future__ import annotations
@@ -14,20 +13,13 @@ import enum
 from holdfast.engine.core.errors import require
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.events import FIRST, SinkKind, SourceKind
+from holdfast.engine.core.ground.events import FIRST, SourceKind
 from holdfast.engine.core.ground.standing import Standing
-from holdfast.engine.core.invalidations import is_invalidated
-from holdfast.engine.core.policies import ReplicationPolicy
-from holdfast.engine.core.replica.feeding import FedEvent, Feeding, Following
-from holdfast.engine.core.replica.intervals import Exposure
-from holdfast.engine.core.replica.replicating import Replicating
-from holdfast.engine.core.replica.saves import SavedUpTo, SavePolicy, Saves
+from holdfast.engine.core.replica.copies import Copies
+from holdfast.engine.core.replica.feeding import Following
 from holdfast.engine.core.transitions import Transitions
 from holdfast.engine.core.views import FollowOrder, View
 from holdfast.engine.core.worker_status import Phase, ReplicaStage
-
-# A worker without room for its ledger takes up to this number of steps; their lines stay in memory.
-STEPS_MAX = 16
 
 
 class SyncStage(enum.Enum):
@@ -87,76 +79,28 @@ class StoreWait:
         return told
 
 
-class RoomWait:
-    """Decides where a worker rests whose ledger cannot grow, because the file system is full.
-
-    It takes a few more steps if its state can then be saved: the members of a view agree on a
-    checkpoint in the votes of a step.
-    """
-
-    def __init__(self, standing: Standing, saves: Saves) -> None:
-        self.is_held = False  # it rests at a boundary only because it lacks room
-        self._standing = standing
-        self._saves = saves
-        self._since = 0  # the step at which it lacked room first
-
-    def see(self, *, has_room: bool) -> None:
-        """Record whether the ledger can grow; if it cannot, the state is to be saved."""
-        if not has_room:
-            self._since = self._standing.status.committed
-            self._saves.want_now()
-        self._standing.change(no_room=not has_room)
-        self._standing.tell()
-
-    def holds(self) -> bool:
-        """Return whether the worker has to rest instead of beginning its next step."""
-        status = self._standing.status
-        goes_on = self._saves.can_save and status.committed < self._since + STEPS_MAX
-        self.is_held = status.no_room and not goes_on
-        if self.is_held:
-            self._standing.tell()
-        return self.is_held
-
-    def makes_way(self) -> bool:
-        """Return whether to leave the view at once for a planned change: no step will end it.
-
-        A change that needs the last state saved has to wait for room.
-        """
-        standing = self._standing
-        return self.is_held and standing.is_change_pending and not standing.pending_save
-
-    def close(self) -> None:
-        """Forget that a view held the worker: the view is over."""
-        self.is_held = False
-
-
 class Replica:
     """Decides for the replica of one worker, as the module describes.
 
-    `keeps`: there are checkpoints to go back to. `compares`: members compare their states.
-    `restore_s`: how long a store may stay silent when the job is to begin from a checkpoint.
+    `keeps`: there are checkpoints to go back to. `restore_s`: how long a store may stay silent when
+    the job is to begin from a checkpoint.
     """
 
     def __init__(
         self,
         standing: Standing,
-        saves: SavePolicy,
+        copies: Copies,
+        following: Following,
         *,
         keeps: bool = False,
-        compares: bool = False,
         restore_s: float = 300.0,
-        replication: ReplicationPolicy | None = None,
     ) -> None:
-        self._exposure = Exposure(replication)
-        self.saves = Saves(saves, standing.me, self._exposure)
-        self.room = RoomWait(standing, self.saves)
-        self.feeding = Feeding()
-        self.replicating = Replicating(self._exposure)
+        self._copies = copies
+        self._following = following
         self._stage = SyncStage.CLOSED
         self._is_receiving = False  # a missed step is on its way
         self._standing = standing
         self._keeps_checkpoints = keeps
-        self._following = Following(standing, compares=compares)
         self._store = StoreWait(restore_s)
         self._opened = -1  # the newest step that was opened in this loop
         self._withdrawn: object = ()  # the invalidations that were passed to the store last
@@ -179,18 +123,12 @@ class Replica:
     def enter(self, view: View) -> None:
         """Begin a view that was just installed."""
         self._go_to(SyncStage.CONNECTING)
-        committed = self._standing.status.committed
-        self._standing.carry(self.feeding.enter(view))
-        self._exposure.enter(view)
-        self.saves.enter(view, self._standing.now)
-        self.saves.drop_unconfirmed(committed)
-        self.replicating.enter(view)
-        self._count_checkpoints(self.saves.count_compared(committed))
+        self._copies.enter(view)
 
     def close(self) -> None:
         """Give the view up."""
         self._go_to(SyncStage.CLOSED)
-        self.room.close()
+        self._copies.room.close()
 
     def begin_sync(self) -> bool:
         """Begin to bring all members to one state; return whether they hold it already."""
@@ -313,48 +251,11 @@ class Replica:
     def enter_loop(self) -> None:
         """Begin another loop of the script."""
         self._opened = -1
-        self.saves.enter_loop()
+        self._copies.saves.enter_loop()
 
     def record_opened(self, step: int) -> None:
         """Record that the script is ready to compute a step."""
         self._opened = self._following.opened = step
-
-    def record_step(self) -> None:
-        """Record that this member votes on a step."""
-        self._exposure.record_step(self._standing.now)
-
-    def record_copy(self, event: ev.StateCopied) -> None:
-        """Record that the state was copied to be saved or replicated, or why not."""
-        now = self._standing.now
-        if event.sink is SinkKind.MEMORY:
-            self.replicating.record_pause(now, event.stall_s)
-        if event.sink is SinkKind.STORE:
-            copied = self.saves.record_copy(event.step, now, event.stall_s, event.problem)
-            self._standing.carry(copied)
-            if self._standing.status.saving:
-                self._standing.change(saving=self.saves.ending)
-
-    def copy_next(self, done: SinkKind | None, *, within: bool) -> bool:
-        """Order the next copy of the state that is due at this boundary; return whether one is.
-
-        They are made for the store, for followers and for the nodes' memory, in this order.
-        `done`: the copy made last. `within`: the boundary lies between two steps of one loop.
-        """
-        if done is SinkKind.MEMORY:
-            return False
-        view, standing = self._standing.view, self._standing
-        step, acts = standing.status.committed, standing.acts
-        found: list[ef.Outcome] = []
-        if done is None and within:
-            found = self.saves.next_copy(step)
-            if self.saves.ending:
-                standing.change(saving=self.saves.ending)
-        if not found and acts and view is not None and done in (None, SinkKind.STORE):
-            found = self.feeding.next_copy(step, view, within=within)
-        if not found and acts and within:
-            found = self.replicating.next_copy(step, standing.now)
-        standing.carry(found)
-        return bool(found)
 
     def is_within_loop(self) -> bool:
         """Return whether the boundary at which the script rests follows a step of this loop.
@@ -366,55 +267,26 @@ class Replica:
     def begin(self) -> None:
         """Order the script to leave its boundary, if it is at one, and to open the next step."""
         standing = self._standing
-        if standing.status.phase is not Phase.BOUNDARY or self.room.holds():
+        if standing.status.phase is not Phase.BOUNDARY or self._copies.room.holds():
             return
         standing.change(phase=Phase.COMPUTING)
-        step, agreed, view = standing.status.committed, self.saves.agreed, standing.view
-        whole = agreed is not None and agreed.after == step
-        whole = whole or self.replicating.looks_at_all(step)
+        step, view = standing.status.committed, standing.view
+        whole = self._copies.looks_at_all(step)
         joined = view is not None and bool(view.joiners) and step == view.resume_step
         standing.order(ef.Begin(step, whole, joined))
 
     # ------------------------------------------------------------ sources
 
-    @property
-    def is_fed(self) -> bool:
-        """Return whether members feed this worker, as far as it knows."""
-        return self._following.order is not None
-
-    @property
-    def joins_fed(self) -> bool:
-        """Return whether it is a member, and may still have to apply steps of its feed."""
-        view, standing = self._standing.view, self._standing
-        return view is not None and view.feeds(standing.me) and standing.acts and self.is_fed
-
-    @property
-    def is_fed_outside(self) -> bool:
-        """Return whether members feed this worker, and it is none of them yet."""
-        return self.is_fed and not self.joins_fed
-
     def heed(self, order: FollowOrder | None) -> None:
         """Take the present order to feed workers: this one may feed or be fed."""
-        self._standing.carry(self.feeding.take_order(order, self._standing.view))
-        if not self.joins_fed:
+        self._standing.carry(self._copies.feeding.take_order(order, self._standing.view))
+        if not self._following.joins_fed:
             self._following.heed(order)
-
-    def hear_fed(self, event: FedEvent) -> bool:
-        """Take in a message of members that feed this worker; return whether a step was applied."""
-        return self._following.hear(event)
-
-    def follow(self) -> bool:
-        """Load or apply the next part of the feed; return whether there was one."""
-        return self._following.follow()
-
-    def leave_feed(self) -> None:
-        """Forget the feed: this worker enters a view in another way."""
-        self._following.end()
 
     def record_feed_failure(self, number: int, reason: str) -> bool:
         """Record that an order cannot be carried out; return whether this worker follows it."""
         standing = self._standing
-        self.feeding.record_failure(number)
+        self._copies.feeding.record_failure(number)
         standing.change(unfed=max(standing.status.unfed, number))
         standing.note("join", f"workers are not fed while others train: {reason}")
         order = self._following.order
@@ -439,40 +311,3 @@ class Replica:
         """Record that the driver begins to overwrite the script's state."""
         if not self._standing.status.has_state:
             self._standing.change(state=ReplicaStage.OBTAINING)
-
-    # ------------------------------------------------------------ sinks
-
-    def record_replication(self, event: ev.StateProtected) -> None:
-        """Record that this worker's pieces of a state are in memory, or why not."""
-        standing = self._standing
-        standing.carry(self.replicating.record_copy(event.step, event.problem))
-
-    def record_save_end(self, event: ev.SaveEnded) -> None:
-        """Record the end of a save, as the writer reports it."""
-        standing = self._standing
-        self._count_checkpoints(self.saves.record_end(event, standing.status.committed))
-        if standing.status.saving != self.saves.ending:
-            standing.change(saving=self.saves.ending)
-            standing.tell()
-        if self.room.is_held:
-            self.begin()
-
-    def finish_loop(self) -> None:
-        """Count checkpoints that no further step compares."""
-        self._count_checkpoints(self.saves.finish_loop(self._standing.status.committed))
-
-    def record_commit(self, step: int) -> None:
-        """Count checkpoints that all members have compared, and drop older replicated states."""
-        self._count_checkpoints(self.saves.count_compared(step + 1))
-        self._standing.carry(self.replicating.forget_older())
-
-    def _count_checkpoints(self, outcomes: list[ef.Outcome | SavedUpTo] | list[SavedUpTo]) -> None:
-        standing = self._standing
-        for outcome in outcomes:
-            if isinstance(outcome, SavedUpTo):
-                known = standing.status.invalidations
-                if not is_invalidated(known, outcome.step, outcome.view):
-                    standing.change(saved=outcome.step)
-                standing.tell()
-            else:
-                standing.carry([outcome])

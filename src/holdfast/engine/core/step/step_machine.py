@@ -31,7 +31,8 @@ from holdfast.engine.core.ground.events import (
 )
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.ground.vote import Vote
-from holdfast.engine.core.replica.replica import Replica
+from holdfast.engine.core.replica.copies import Copies
+from holdfast.engine.core.replica.feeding import Following
 from holdfast.engine.core.step.activities import ACTIVITY_MOVES, STEPPING, SUMMED, Activity
 from holdfast.engine.core.step.audit import Alike, Audit, Sentence
 from holdfast.engine.core.step.audits import Audits
@@ -57,7 +58,8 @@ class StepMachine:
         self,
         standing: Standing,
         policy: StepPolicy,
-        replica: Replica,
+        copies: Copies,
+        following: Following,
         counting: Callable[[View, BalancePolicy | None], Counting] = Counting,
     ) -> None:
         self._activity = Activity.CLOSED
@@ -68,7 +70,8 @@ class StepMachine:
         self._me = standing.me
         self._standing = standing
         self._policy = policy
-        self._replica = replica
+        self._copies = copies
+        self._following = following
         self._make_counting = counting
         self._newcomers = Newcomers(looks=policy.cycle > 0)
         audits = policy.seed, policy.audit, policy.audit_tolerance
@@ -159,8 +162,7 @@ class StepMachine:
     def handle_opened(self, event: StepOpened) -> None:
         """Start the tasks of the step for which the script is ready."""
         if not event.rested:
-            self._replica.saves.postpone(event.step)
-            self._replica.replicating.postpone(event.step)
+            self._copies.postpone(event.step)
             self._audits.postpone(event.step)
         self._open = OpenStep(event.step, event.kind)
         self.watch.open_step()
@@ -201,7 +203,7 @@ class StepMachine:
     def _continue_script(self) -> None:
         """Order the script's next task, if it computes none now."""
         step, standing = self._open, self._standing
-        if step is None or step.index != self.step or self._replica.is_fed_outside:
+        if step is None or step.index != self.step or self._following.is_fed_outside:
             return
         if self.activity in (Activity.TASKS, Activity.SUM, Activity.ROWS):
             self._audits.plan(self._view, self.step, self.owners, step.kind)
@@ -279,7 +281,7 @@ class StepMachine:
             if len(set(taken.values())) > 1:
                 self.judge_states(taken)
                 return
-        self._replica.feeding.record_copies(event.copies)
+        self._copies.feeding.record_copies(event.copies)
         self.advance()
 
     def _audit(self) -> None:
@@ -381,7 +383,7 @@ class StepMachine:
         self._rulings.record_sums(self.step, self.owners, looked)
         doubted = self.doubt > Doubt.CONFIRMED_NON_FINITE
         self._standing.carry(self._report_contradictions())
-        if not doubted and self._replica.replicating.is_active:
+        if not doubted and self._copies.replicating.is_active:
             self._go_to(Activity.KEEP)
             self._standing.order(effects.KeepStep(SinkKind.MEMORY, self._view.number, self.step))
         else:
@@ -390,7 +392,7 @@ class StepMachine:
     def handle_kept_gradient(self, step: int, *, full: bool) -> None:
         """Continue to the vote, now that the gradient is in the nodes' memory."""
         if self.activity is Activity.KEEP and step == self.step:
-            self._replica.replicating.full = full
+            self._copies.replicating.full = full
             self._vote(is_believed=True)
 
     @property
@@ -422,11 +424,11 @@ class StepMachine:
         """Vote on the step; `is_believed`: its gradient may be used."""
         self._go_to(Activity.VOTE)
         self._record_reduced(is_believed)
-        standing, sums, replica = self._standing, self._sums, self._replica
+        standing, sums, copies = self._standing, self._sums, self._copies
         assert sums is not None, "a vote without sums"
-        replica.record_step()
+        copies.record_step()
         leads, ends = standing.leads_now, standing.ends_saved
-        save, busy = replica.saves.opinion(self.step, standing.now, leads=leads, ends=ends)
+        save, busy = copies.saves.opinion(self.step, standing.now, leads=leads, ends=ends)
         vote = Vote(
             view=self._view.number,
             step=self.step,
@@ -437,9 +439,9 @@ class StepMachine:
             doubt=self.doubt,
             compute_us=0 if self._is_dropped() else sums.compute_us,
             wait=sums.wait,
-            follow=replica.feeding.opinion(),
-            protect=replica.replicating.opinion(self.step, standing.leads_now),
-            staged=replica.replicating.staged,
+            follow=copies.feeding.opinion(),
+            protect=copies.replicating.opinion(self.step, standing.leads_now),
+            staged=copies.replicating.staged,
         )
         standing.order(effects.Gather(self._view.number, Topic.VOTE, vote.row()))
 
@@ -449,7 +451,7 @@ class StepMachine:
             self._standing.change(reduced=reduced)
 
     def _handle_votes(self, rows: Sequence[Row]) -> Verdict | None:
-        standing, replica = self._standing, self._replica
+        standing = self._standing
         tally = self._counting.count(rows)
         if tally.alien:
             return Failed(f"votes of view {self._view.number}, step {self.step} do not match")
@@ -465,11 +467,7 @@ class StepMachine:
         )
         whole_step = self.step + 1 if tally.save or tally.protect else self._audits.whole_step
         self._audits.agree(Alike(tally.alike), whole_step)
-        if tally.save:
-            replica.saves.agree(self.step + 1, self._view, tally.save)
-        replica.replicating.record_votes(self.step, tally, standing.now)
-        standing.carry(replica.feeding.handle_commit(self.step))
-        replica.feeding.agree(tally.follow, self.step + 1)
+        self._copies.agree(self.step, self._view, tally)
         if self._view.suspended:
             standing.order(effects.KeepStep(SinkKind.LATE, self._view.number, self.step))
         if self.is_timed:

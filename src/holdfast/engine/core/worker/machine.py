@@ -18,6 +18,8 @@ from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.effects import WorkerEffect
 from holdfast.engine.core.ground.events import SinkKind, SourceKind, WorkerEvent
 from holdfast.engine.core.ground.standing import Standing
+from holdfast.engine.core.replica.copies import Copies
+from holdfast.engine.core.replica.feeding import Following
 from holdfast.engine.core.replica.replica import Replica, SyncStage
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speculation import Lateness
@@ -53,16 +55,18 @@ class WorkerMachine:
     ) -> None:
         policy = policy or StepPolicy()
         self._standing = Standing(worker, incarnation)
+        standing = self._standing
+        self._copies = Copies(standing, policy.saves, policy.replication)
+        self._following = Following(standing, compares=policy.cycle > 0)
         self._replica = Replica(
-            self._standing,
-            policy.saves,
+            standing,
+            self._copies,
+            self._following,
             keeps=policy.keeps,
-            compares=policy.cycle > 0,
             restore_s=policy.restore_s,
-            replication=policy.replication,
         )
-        self._step = StepMachine(self._standing, policy, self._replica, counting)
-        self._membership = Membership(self._standing, self._replica, self._step)
+        self._step = StepMachine(standing, policy, self._copies, self._following, counting)
+        self._membership = Membership(standing, self._replica, self._following, self._step)
 
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
         """Apply one event at time `now` (seconds, any fixed origin); returns effects in order."""
@@ -139,8 +143,8 @@ class WorkerMachine:
             case ev.AtBoundary():
                 self._copy_next(None, within=self._replica.is_within_loop())
             case ev.RoomSeen(has_room):
-                self._replica.room.see(has_room=has_room)
-                if self._replica.room.is_held:
+                self._copies.room.see(has_room=has_room)
+                if self._copies.room.is_held:
                     self._replica.begin()
             case ev.LoopFinishing() | ev.LoopEnded():
                 self._handle_loop_end(event)
@@ -178,7 +182,7 @@ class WorkerMachine:
         if is_over:
             self._membership.release()
         else:
-            self._replica.finish_loop()
+            self._copies.finish_loop()
         self._catch_up()
 
     def _handle_step_opened(self, event: ev.StepOpened) -> None:
@@ -194,22 +198,24 @@ class WorkerMachine:
         replica = self._replica
         match event:
             case ev.StateCopied(sink, _, _, problem):
-                replica.record_copy(event)
+                self._copies.record_copy(event)
                 if sink is SinkKind.FOLLOWERS and problem:
                     self._handle_feed_failure(event.order, problem)
                 self._copy_next(sink, within=True)
             case ev.Reachable(address):
                 self._standing.change(address=address)
             case ev.StateProtected():
-                replica.record_replication(event)
+                self._copies.record_replication(event)
             case ev.SaveEnded():
-                replica.record_save_end(event)
+                self._copies.record_save_end(event)
+                if self._copies.room.is_held:
+                    replica.begin()
             case ev.Loading():
                 replica.record_loading()
             case ev.FollowerBehind():
-                self._standing.carry(replica.feeding.fall_behind(event))
+                self._standing.carry(self._copies.feeding.fall_behind(event))
             case ev.StateFed() | ev.StepFed():
-                replica.hear_fed(event)
+                self._following.hear(event)
                 self._follow()
             case _:
                 assert_never(event)
@@ -237,7 +243,7 @@ class WorkerMachine:
         if isinstance(event, ev.ObtainFailed):
             self._handle_feed_failure(event.order, event.reason)
             return
-        if self._replica.hear_fed(event) and self._replica.joins_fed:
+        if self._following.hear(event) and self._following.joins_fed:
             self._step.record_commit(self._step.owners)
         self._follow()
 
@@ -320,28 +326,28 @@ class WorkerMachine:
         step.record_commit(vote.owners)
         if status.unproven and step.is_proved:
             standing.change(unproven=False)
-        if self._replica.replicating.is_active:
+        if self._copies.replicating.is_active:
             standing.order(ef.MarkCommitted(status.view, vote.step))
         standing.order(ef.Commit(vote.step, voted=True))
-        self._replica.record_commit(vote.step)
+        self._copies.record_commit(vote.step)
 
     # ------------------------------------------------------------ boundaries and views
 
     def _copy_next(self, done: SinkKind | None, *, within: bool) -> None:
         """Order the copy of the state for the next sink; continue once no copy is due."""
-        if not self._replica.copy_next(done, within=within):
+        if not self._copies.copy_next(done, within=within):
             self._handle_boundary()
 
     def _handle_boundary(self) -> None:
         standing, view = self._standing, self._standing.view
         standing.change(phase=Phase.BOUNDARY)
-        if self._replica.is_fed:
+        if self._following.is_fed:
             self._follow()
         elif view is None:
             pass
         elif standing.status.promised >= view.number:
             standing.tell()
-        elif self._membership.ends_at_boundary(view.number) or self._replica.saves.has_ended(
+        elif self._membership.ends_at_boundary(view.number) or self._copies.saves.has_ended(
             view.number
         ):
             self._membership.promise_at_rest(view.number)
@@ -353,14 +359,14 @@ class WorkerMachine:
     def _handle_directive(self, directive: WorkerDirective) -> None:
         membership, replica = self._membership, self._replica
         membership.heed(directive)
-        replica.saves.want(directive.save_wanted)
+        self._copies.saves.want(directive.save_wanted)
         view = directive.view
         if view is not None and membership.enter(view):
             if not view.joiners or replica.is_behind(view):
                 replica.begin()
             self._follow()
         replica.heed(directive.follow)
-        if replica.room.makes_way():
+        if self._copies.room.makes_way():
             why = "waits for room, so the planned change comes at once"
             membership.promise(self._standing.status.view, why)
         self._look_at_clock()
@@ -381,15 +387,15 @@ class WorkerMachine:
 
     def _follow(self) -> None:
         """Load or apply the next part of the feed; after the last one, continue as a member."""
-        if not self._replica.follow() and self._replica.joins_fed:
+        if not self._following.follow() and self._following.joins_fed:
             self._catch_up()
 
     def _handle_feed_failure(self, number: int, reason: str) -> None:
         """Record that an order to feed failed here; a worker that depends on it leaves."""
         if not self._replica.record_feed_failure(number, reason):
             return
-        if self._replica.joins_fed:
+        if self._following.joins_fed:
             why = f"was not fed until it could join ({reason})"
             self._membership.promise(self._standing.status.view, why)
-        self._replica.leave_feed()
+        self._following.end()
         self._standing.tell()

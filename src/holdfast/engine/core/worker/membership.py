@@ -12,6 +12,7 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.invalidations import Invalidation, Invalidations, is_covered, merge
+from holdfast.engine.core.replica.feeding import Following
 from holdfast.engine.core.replica.replica import Replica
 from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.verdicts import Doubted
@@ -23,9 +24,12 @@ from holdfast.engine.core.worker_status import Phase, ReplicaStage, WorkerStatus
 class Membership:
     """Decides which views a worker enters and leaves, and when it acts in them."""
 
-    def __init__(self, standing: Standing, replica: Replica, step: StepMachine) -> None:
+    def __init__(
+        self, standing: Standing, replica: Replica, following: Following, step: StepMachine
+    ) -> None:
         self._standing = standing
         self._replica = replica
+        self._following = following
         self._step = step
         self._last_step_of = NO_VIEW  # the view whose votes announced a change: it ends soon
         self._open_view = NO_VIEW  # promised at a boundary: its group is aborted with the next one
@@ -178,7 +182,7 @@ class Membership:
         if standing.status.view > standing.status.promised:
             self.promise(standing.status.view)
         if not view.feeds(standing.me):
-            self._replica.leave_feed()
+            self._following.end()
         status = standing.status
         joining, late = status.worker in view.joiners, view.is_late(status.worker)
         committing = not joining and status.committed < view.resume_step

@@ -32,6 +32,7 @@ from holdfast.engine.core.redundancy import (
     Redundancy,
     read_redundancy,
 )
+from holdfast.engine.core.replica import intervals
 from holdfast.engine.core.replica.intervals import Exposure, best_interval_s
 from holdfast.engine.core.replica.replicating import Replicating, pieces_of
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
@@ -157,12 +158,6 @@ class ProtectingMember:
                 self.replicating.record_copy(self.step, "")
         return found
 
-    def lose(self, times: int) -> None:
-        """Lose the only worker again and again."""
-        for number in range(times):
-            member = dataclasses.replace(members_on("a")[0], incarnation=Incarnation(number + 2))
-            self.exposure.enter(view_with((member,), (AgentId("a"),)))
-
 
 def a_vote(step: int, protect: bool, staged: int) -> Vote:
     return Vote(view=ViewNumber(1), step=step, protect=protect, staged=staged)
@@ -175,15 +170,20 @@ def test_a_state_is_due_after_some_steps_or_without_room_for_more() -> None:
     assert member.walk(2) == [14]
 
 
-def test_the_steps_between_two_states_follow_from_their_cost_and_the_losses() -> None:
+def test_few_losses_leave_the_logged_gradients_as_the_only_bound() -> None:
+    assert ProtectingMember(0).walk(201, stall_s=2.0) == [1, 101, 201]
+
+
+def test_the_steps_between_two_states_follow_from_their_cost_and_the_losses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intervals, "WORKER_MTBF_S", 100.0)
     member = ProtectingMember(0)
-    assert member.walk(201, stall_s=2.0) == [1, 101, 201]  # the gradients since are bounded
-    member.lose(3_000_000)
-    between_s = best_interval_s(2.0, member.exposure.loss_mtbf_s)
-    assert 10 < between_s < 20
-    assert member.walk(3 * round(between_s), stall_s=2.0) == [
-        201 + round(between_s) * number for number in (1, 2, 3)
-    ]
+    found = member.walk(100, stall_s=2.0)
+    bounds = best_interval_s(2.0, 100.0) - 1, best_interval_s(2.0, 100.0 + member.now) + 1
+    between = [after - before for before, after in itertools.pairwise(found)]
+    assert len(between) > 3
+    assert all(bounds[0] <= steps <= bounds[1] for steps in between), (between, bounds)
     member.replicating.full = True
     assert len(member.walk(2)) == 1
 

@@ -7,7 +7,7 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.membership import formation as fo
 from holdfast.engine.core.membership.event_log import ROOM, EventLog
-from holdfast.engine.core.replica.replica import STEPS_MAX
+from holdfast.engine.core.replica.copies import STEPS_MAX
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.types import ViewNumber

@@ -11,9 +11,9 @@ from holdfast.engine.core.ground.effects import CopyState, Tell
 from holdfast.engine.core.ground.events import EventNoted, SaveEnded, SinkKind
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.ground.vote import Wish
-from holdfast.engine.core.policies import PacePolicy
+from holdfast.engine.core.policies import PacePolicy, ReplicationPolicy
+from holdfast.engine.core.replica.copies import Copies
 from holdfast.engine.core.replica.intervals import Exposure
-from holdfast.engine.core.replica.replica import Replica
 from holdfast.engine.core.replica.saves import SavedUpTo, SavePolicy, Saves
 from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId
 from machine_kit import a_view
@@ -163,15 +163,14 @@ def test_a_checkpoint_counts_in_the_view_by_which_its_next_step_is_committed() -
     """This member did not get the votes of that step; the others have compared their states."""
     standing = Standing(WorkerId(0), Incarnation(1))
     saves = SavePolicy(enabled=True, every=10, compared=True)
-    replica = Replica(standing, saves, keeps=True, compares=True)
+    copies = Copies(standing, saves, ReplicationPolicy())
     standing.change(committed=10)
-    replica.enter(a_view(1, range(2)))
-    replica.saves.agree(10, a_view(1, range(2)), Wish.SAVE)
-    assert replica.copy_next(None, within=True)
-    replica.record_save_end(answered(10))
+    copies.enter(a_view(1, range(2)))
+    copies.saves.agree(10, a_view(1, range(2)), Wish.SAVE)
+    assert copies.copy_next(None, within=True)
+    copies.record_save_end(answered(10))
     assert standing.status.saved < 10, "nobody has compared it"
-    replica.close()
     standing.change(committed=11)
-    replica.enter(a_view(2, range(2)))
+    copies.enter(a_view(2, range(2)))
     assert standing.status.saved == 10
     assert Tell(standing.status) in standing.take_effects()
