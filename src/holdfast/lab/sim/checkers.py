@@ -107,10 +107,13 @@ class Truth:
         self.errors.hidden = self.errors.compares_nothing = True  # all of them were wrong
 
     def _record_doubts(self, process: Actor, invalidations: Invalidations) -> None:
-        """Record errors that members know; a view reports only old ones to joiners."""
+        """Record errors that members know; a view reports only old ones to joiners.
+
+        Members that miss rows of a table give up the state as well, and have seen no error in it.
+        """
         news = [each for each in invalidations if not is_covered(each, self.history.doubts)]
         self.history.doubts = merge(self.history.doubts, news)
-        if news and process.group is not None:
+        if news and process.group is not None and not self.rows.are_lost(process.group.number):
             self.errors.record_notice(process.group.keys)
 
     def _check_saved(self, process: Actor, step: int) -> None:

@@ -65,6 +65,7 @@ SOUND = (
     (True, 556),  # a worker that had committed died, and the one left alone computed wrongly
     (False, 92),  # servers have no rows of older steps, so the nodes' memory of them is of no use
     (False, 65),  # nodes' memory gave back a step that no worker had committed
+    (False, 5008),  # lost rows of a table took a job back that had an error which was not seen yet
 )
 
 
