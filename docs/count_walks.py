@@ -92,7 +92,7 @@ WALKS = (
         name="A share of a checkpoint",
         text="from the decision to the news that it is durable",
         turns=(
-            ("Replica.copy_next", "Saves.next_copy"),
+            ("Copies.copy_next", "Saves.next_copy"),
             (
                 *("Driver.next_for_script", "StateMover.copy", "Saver.copy"),
                 *("StateShare.copy", "snapshot:send"),
@@ -105,7 +105,7 @@ WALKS = (
         name="A piece of the state, into a node's memory",
         text="from the decision to the memory that outlives the worker",
         turns=(
-            ("Replica.copy_next", "Replicating.next_copy"),
+            ("Copies.copy_next", "Replicating.next_copy"),
             ("Driver.next_for_script", "StateMover.copy", "Replicator.copy"),
             ("Replicator._make_state", "PieceCoder.make", "PieceArena.put"),
         ),

@@ -1,4 +1,4 @@
-"""The job that a plan writes runs as it stands, and survives what it was planned for."""
+"""The job that a plan writes runs without a change, and survives the loss of its workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memory_kit import kill_workers, recalls, until_step
 
 NODES = 4
 STEPS = 60
-LATER = 25  # nothing is broken before this step
+LATER = 25  # the workers are killed at this step
 
 
 def test_a_planned_job_survives_the_loss_of_every_worker(
@@ -24,7 +24,7 @@ def test_a_planned_job_survives_the_loss_of_every_worker(
 ) -> None:
     config = tmp_path / "job.toml"
     cluster = ["--nodes", str(NODES), "--gpus-per-node", "1", "--replace-s", "60:600"]
-    # With so many failures pieces in memory are worth their cost.
+    # Failures at this rate make pieces in memory worth their cost.
     work = ["--shard-optimizer", "--state", "10", "--step-s", "1", "--rate", "3000"]
     assert main([*cluster, *work, "--machines", "0", "--output", str(config)]) == 0
     advice = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("advice: "))

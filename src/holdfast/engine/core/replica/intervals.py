@@ -1,4 +1,4 @@
-"""Chooses how often a job saves and replicates: from what it costs and how often state is lost.
+"""Chooses how often a job saves and replicates, by the cost of a copy and the rate of losses.
 
 The formulas serve `holdfast plan` with expected rates, and a running job with measured ones. They
 are Young's interval (J. W. Young, "A first order approximation to the optimum checkpoint interval",
@@ -51,7 +51,7 @@ def chance_of_losing_pieces(
 ) -> float:
     """Return the probability that too few pieces of a state are left, once a node was lost.
 
-    Further nodes are lost at `loss_rate` in a second, until a state is replicated anew after
+    Further nodes are lost at `loss_rate` in a second, until the next state is replicated after
     `window_s`.
     """
     tolerated = redundancy.nodes_to_lose(nodes) if redundancy.data else 0
@@ -93,7 +93,7 @@ class CopyCost:
             self.cost_s, self._under_way = self._under_way, None
 
     def begin(self, now: float, stall_s: float) -> None:
-        """Record that training stood still for a copy for so long, and that it goes on."""
+        """Record that training stood still for a copy, for `stall_s`, and continues now."""
         self._step_at, self._under_way = now, stall_s
 
 

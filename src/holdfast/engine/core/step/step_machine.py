@@ -67,7 +67,6 @@ class StepMachine:
         # It has committed tasks in this view that another member has computed, too.
         self.is_proved = False
         self.watch = LateWatch(standing, policy.patience)
-        self._me = standing.me
         self._standing = standing
         self._policy = policy
         self._copies = copies
@@ -76,7 +75,7 @@ class StepMachine:
         self._newcomers = Newcomers(looks=policy.cycle > 0)
         audits = policy.seed, policy.audit, policy.audit_tolerance
         self._audits = Audits(*audits, self._newcomers, policy.script_cycle)
-        self._rulings = Rulings(self._me, policy.cycle, keeps=policy.keeps, looks=policy.looks)
+        self._rulings = Rulings(standing.me, policy.cycle, keeps=policy.keeps, looks=policy.looks)
         self._view: View
         self._counting: Counting
         self._open: OpenStep | None = None
@@ -221,7 +220,7 @@ class StepMachine:
     def _next_task(self, step: OpenStep, hosted: Sequence[int]) -> tuple[int, Purpose] | None:
         if missing := step.missing_tasks(hosted):
             return missing[0], Purpose.HOSTED
-        if owed := self._audits.owed_vranks(self._me, step):
+        if owed := self._audits.owed_vranks(self._standing.me, step):
             return owed[0], Purpose.AUDITED
         late = self.watch.choose_task(self.owners, self._view, step.speculative)
         return None if late is None else (late, Purpose.SPECULATIVE)
@@ -287,7 +286,7 @@ class StepMachine:
     def _audit(self) -> None:
         """Send the results of audits, once this member owes none any more."""
         step = self._open
-        if step is None or self._audits.owed_vranks(self._me, step):
+        if step is None or self._audits.owed_vranks(self._standing.me, step):
             return
         if not self._audits.planned:
             self._check_sums()
@@ -479,7 +478,7 @@ class StepMachine:
     def record_commit(self, owners: tuple[WorkerId, ...]) -> None:
         """Record that the step is committed, and begin the next one."""
         self.owners = owners
-        self.is_proved = self._newcomers.record_commit(self._me)
+        self.is_proved = self._newcomers.record_commit(self._standing.me)
         if self.activity is Activity.VOTE:
             self._go_to(Activity.TASKS)
 

@@ -113,8 +113,8 @@ class Engine(threading.Thread):
             except Aborted as error:
                 self._leave()
                 if self._driver.failure is not None:
-                    # No view can be used any more. If this worker gave up each of them, the others
-                    # would begin one after the other until its process has ended.
+                    # This worker can use no further view. If it gave up each of them, the job would
+                    # begin one after another until its process has ended.
                     return
                 peer = _find_worker(self._driver.view, view, error.rank)
                 self._driver.post(ev.GroupBroken(view, str(error), peer))
