@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx2
 
+from certificates import make_certificates
 from labs.commands import start_server
 from labs.etcd_cluster import free_ports
 from labs.kubernetes_cluster import write_kubeconfig
@@ -93,13 +94,17 @@ class ControlPlane:
         ):
             subprocess.run(["openssl", *words], check=True, capture_output=True)
         tokens.write_text(f"{TOKEN},operator,1,system:masters\n")
+        certificates = folder / "certs"
+        certificates.mkdir()
         host, services, identity, authority = HOST, "10.0.0.0/24", [NO_ACCOUNTS], []
         if self._network is not None:
             host, api, services = self._network.api, API_PORT, str(self._network.services)
             identity = ["--kubelet-preferred-address-types=InternalIP"]
-            authority = [f"--root-ca-file={folder / 'certs' / 'apiserver.crt'}"]
+            authority = [f"--root-ca-file={certificates / 'ca.crt'}"]
         self._url = f"https://{host}:{api}"
-        write_kubeconfig(self.config, self._url, TOKEN, folder / "certs" / "apiserver.crt")
+        # A certificate that the server makes is new, so a node whose clock is behind refuses it.
+        make_certificates(certificates, host)
+        write_kubeconfig(self.config, self._url, TOKEN, certificates / "ca.crt")
         store = f"http://{HOST}:{etcd}"
         self._commands = {
             "etcd": [
@@ -113,18 +118,20 @@ class ControlPlane:
                 *(f"--etcd-servers={store}", f"--secure-port={api}", f"--bind-address={host}"),
                 *("--service-account-issuer=https://kubernetes.test", "--authorization-mode=RBAC"),
                 *(f"--service-account-signing-key-file={key}", f"--token-auth-file={tokens}"),
-                *(f"--service-account-key-file={public}", f"--cert-dir={folder / 'certs'}"),
+                *(f"--service-account-key-file={public}", f"--cert-dir={certificates}"),
+                f"--tls-cert-file={certificates / 'tls.crt'}",
+                f"--tls-private-key-file={certificates / 'tls.key'}",
                 *(f"--service-cluster-ip-range={services}", "--allow-privileged=true", *identity),
             ],
             "kube-controller-manager": [
                 *(f"--kubeconfig={self.config}", "--leader-elect=false"),
                 *(f"--node-monitor-grace-period={GRACE_S}s", "--node-monitor-period=1s"),
                 *(f"--service-account-private-key-file={key}", f"--secure-port={manager}"),
-                *(f"--cert-dir={folder / 'certs'}", *authority),
+                *(f"--cert-dir={certificates}", *authority),
             ],
             "kube-scheduler": [
                 *(f"--kubeconfig={self.config}", "--leader-elect=false"),
-                *(f"--secure-port={scheduler}", f"--cert-dir={folder / 'certs'}"),
+                *(f"--secure-port={scheduler}", f"--cert-dir={certificates}"),
             ],
         }
 

@@ -74,8 +74,14 @@ class KubernetesRun:
         return []
 
     def host(self, pod: str) -> str:
-        found: str = self.cluster.pods(self.prefix)[pod]["spec"]["nodeName"]
+        """Return the node of one of the job's pods, which may be the coordinator's."""
+        pods = {**self.cluster.pods(self.prefix), **self.cluster.pods(self.prefix, COORDINATOR)}
+        found: str = pods[pod]["spec"]["nodeName"]
         return found
+
+    def until_saved(self) -> None:
+        """Wait until a checkpoint counts."""
+        self.until(lambda: " is saved" in self.run_dir.events.read_text(), STEP_S, "a checkpoint")
 
     def coordinator(self) -> str:
         """Return the coordinator's pod, the newest that is not being deleted."""

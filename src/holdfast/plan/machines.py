@@ -28,6 +28,8 @@ STEADY_MOST = 12
 DEGRADED_STEPS = 30
 #: Steps with all workers whose duration is measured at first.
 MEASURED_STEPS = 100
+#: Tasks of one size take the same time on all machines, but for this share.
+TASK_SPREAD = 0.02
 #: Events between two looks at the job.
 EVENTS = 10
 #: Steps that are played for each failure at most, besides the steps of its restart. The simulator
@@ -223,6 +225,8 @@ def make_options(trial: Trial, failures: int, seed: int) -> Options:
         nodes_max=trial.nodes,
         workers_min=1,
         task_s=trial.step_s / tasks,
+        task_spread=TASK_SPREAD,
+        long_delays=0.0,
         optimizer_s=0.0,
         boot_s=trial.start_s,
         load_s=trial.load_s,

@@ -410,7 +410,9 @@ class Process(Running):
             case ef.Compute():
                 self._busy = True
                 self._copying = effect.purpose is Purpose.SPECULATIVE
-                delay_s = world.rng.uniform(0.5, 1.5) * world.options.task_s * self.slowness
+                spread = world.options.task_spread
+                share = world.rng.uniform(1 - spread, 1 + spread)
+                delay_s = share * world.options.task_s * self.slowness
                 timed = world.options.kind_of(effect.step) is StepKind.GRADIENTS
                 if effect.purpose is Purpose.HOSTED and timed:
                     self.compute_us += int(delay_s * 1e6)

@@ -18,7 +18,6 @@ from test_kubernetes_jobs import STEPS, launched, stop
 
 from conftest import SCRIPTS, finish
 from holdfast.cli.main import main
-from holdfast.clusters.kubernetes.kubernetes_manifests import COORDINATOR
 from holdfast.engine.core.fleet.placements import PlacementId
 from holdfast.engine.runtime.local_run import LocalRun
 from labs import control_plane
@@ -121,7 +120,7 @@ def test_a_job_is_resumed_before_its_job_has_failed_and_after_it_was_deleted(
     """A Job stays FailureTarget while one of its pods is on a lost node."""
     run, go = launched(real, "--store", str(real.folder / "store"), "--save-every", "5")
     run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")
-    run.until(lambda: run.status()["step"] >= 7, STEP_S, "a checkpoint")
+    run.until_saved()
     before = set(run.serving())
     words = ["kubectl", "delete", "job", run.name]
     subprocess.run(words, check=True, capture_output=True, timeout=STEP_S)
@@ -129,7 +128,7 @@ def test_a_job_is_resumed_before_its_job_has_failed_and_after_it_was_deleted(
     run.until(lambda: are_others(run, before), STEP_S, "three other nodes")
 
     lost = run.coordinator()
-    real.kill(real.pods(run.prefix, COORDINATOR)[lost]["spec"]["nodeName"])
+    real.kill(run.host(lost))
     run.until(lambda: run.coordinator() != lost, STEP_S, "a coordinator elsewhere")
     run.until(lambda: len(run.serving()) == 3, STEP_S, "that all nodes are known, or replaced")
     before = set(run.serving())

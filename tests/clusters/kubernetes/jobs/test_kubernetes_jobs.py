@@ -157,7 +157,7 @@ def launched_and_saved(fake: KubernetesCluster) -> tuple[KubernetesRun, Path]:
     """Start a job with a store, and return once three nodes have come beyond a checkpoint."""
     run, go = launched(fake, "--store", str(fake.folder / "store"), "--save-every", "5")
     run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")
-    run.until(lambda: run.status()["step"] >= 7, STEP_S, "a checkpoint")
+    run.until_saved()
     return run, go
 
 
@@ -236,11 +236,14 @@ def lose_a_node_to_a_volume(cluster: KubernetesCluster, undisturbed: str) -> Non
     """Lose a node while only one other takes pods, which mounts nothing; then others take them."""
     run, go = launched(cluster)
     run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")
-    broken, *free = sorted(set(cluster.hosts) - {run.host(pod) for pod in run.serving()})
+    coordinates = run.host(run.coordinator())
+    used = {coordinates, *(run.host(pod) for pod in run.serving())}
+    broken, *free = sorted(set(cluster.hosts) - used)
     cluster.break_mounts(broken)
     for host in free:
         cluster.taint(host, "full", "NoSchedule")
-    lost = min(run.serving())
+    # Another pod of the coordinator would have to go to the node that mounts nothing.
+    lost = min(pod for pod in run.serving() if run.host(pod) != coordinates)
     cluster.kill(run.host(lost))
 
     def tried() -> bool:

@@ -161,7 +161,7 @@ def test_a_job_whose_job_is_removed_soon_after_its_end_is_resumed(
     run, go = KubernetesRun(cluster, "--nodes", "2", *store), cluster.folder / "go"
     run.launch(str(SCRIPTS / "paced.py"), str(go), STEPS)
     run.until(lambda: len(run.serving()) == 2, STEP_S, "two nodes")
-    run.until(lambda: run.status()["step"] >= 7, STEP_S, "a checkpoint")
+    run.until_saved()
     stop(run)
     run.until(lambda: not is_there(run), STEP_S, "the end of the Job's object")
     go.touch()
