@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from holdfast.engine.core.replica.intervals import chance_of_losing_pieces
 from holdfast.plan.failure_tables import DAY_S, Effect
-from holdfast.plan.recovery import NO_STANDSTILL, RecoveryTimes, Standstill
+from holdfast.plan.recovery import (
+    JOIN_STEPS,
+    LEASES_TO_LOSS,
+    NO_STANDSTILL,
+    RecoveryTimes,
+    Standstill,
+)
 from holdfast.plan.scenario import Choice, Point, Scenario
 
 MONTH_S = 30 * DAY_S
@@ -56,7 +62,7 @@ class FailingJob:
         opening_s = self.point.of(scenario.costs.find_opening_s(scenario.cluster.gpus))
         start_s, replace_s = self.point.of(scenario.costs.start_s), self._replace_s()
         is_one = scenario.count_workers(choice) == 1
-        ready_s = start_s if is_one else start_s + scenario.feed_s()
+        ready_s = start_s if is_one else start_s + self._feed_s()
         back = {Effect.PROCESS: ready_s, Effect.HANG: ready_s}
         for effect in (Effect.NODE, Effect.DOMAIN, *ANNOUNCED):
             back[effect] = replace_s + (0.0 if is_one else ready_s)
@@ -107,7 +113,11 @@ class FailingJob:
             return 0.0  # the start is in the standstill
         if self.scenario.is_spread:  # the processes of the other nodes start again as well
             return ready_s
-        return 0.0 if self.choice.hot else self.scenario.feed_s()
+        return 0.0 if self.choice.hot else self._feed_s()
+
+    def _feed_s(self) -> float:
+        """Return the time until a worker that is ready has joined, while the members train."""
+        return self.scenario.feed_s() + JOIN_STEPS * self.scenario.step_s(self.choice)
 
     def _count_units(self) -> int:
         """Return the number of workers, or of their nodes if workers lie on several nodes."""
@@ -130,7 +140,7 @@ class FailingJob:
             case Effect.PROCESS | Effect.OUTAGE:
                 return self.point.of(self.scenario.costs.detection_s)
             case Effect.NODE | Effect.DOMAIN:
-                return self.choice.lease_s
+                return LEASES_TO_LOSS * self.choice.lease_s
             case Effect.HANG:
                 return self.scenario.hang_s
             case _:

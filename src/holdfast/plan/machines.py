@@ -8,6 +8,7 @@ simulator's checkers look at every event.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from holdfast.engine.core.types import AgentId
 from holdfast.lab.sim.run_options import Options
 from holdfast.lab.sim.world import Machines, World
 from holdfast.plan.failure_tables import Effect
-from holdfast.plan.recovery import RecoveryTimes, Standstill
+from holdfast.plan.recovery import JOIN_STEPS, LEASES_TO_LOSS, RecoveryTimes, Standstill
 
 #: Steps that the machines run before the next failure, once all workers are back.
 STEADY_STEPS = 6
@@ -265,13 +266,17 @@ def assume_recovery(trial: Trial, step_s: float) -> RecoveryTimes:
         Effect.PROCESS: trial.process_share / trial.mtbf_s,
     }
     virtual = trial.tasks * trial.nodes
-    ready_s = trial.start_s + trial.load_s
+    ready_s = trial.start_s + trial.load_s + JOIN_STEPS * step_s
     pause = Standstill(opening_s=trial.opening_s, again_s=step_s / 2)
+    found_s = LEASES_TO_LOSS * trial.lease_s
     return RecoveryTimes(
         workers=trial.nodes,
         rates=rates,
         lost=dict.fromkeys(rates, 1),
-        pauses=dict.fromkeys(rates, pause),
+        pauses={
+            Effect.NODE: dataclasses.replace(pause, detection_s=found_s),
+            Effect.PROCESS: pause,
+        },
         back_s={Effect.NODE: trial.replace_s + ready_s, Effect.PROCESS: ready_s},
         spare_back_s=ready_s,
         spares=trial.spare_nodes,

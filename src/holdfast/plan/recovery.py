@@ -14,6 +14,11 @@ from dataclasses import dataclass, field
 
 from holdfast.plan.failure_tables import Effect
 
+#: A silent node is lost after this many leases: the lease, and a margin of a fifth of it.
+LEASES_TO_LOSS = 1.2
+#: Steps that the members take while they feed a worker, besides the time to send the state: they
+#: copy it at a boundary, and the worker joins at another one.
+JOIN_STEPS = 2
 #: Standard deviations within which the number of missing groups lies.
 DEVIATIONS = 9
 
