@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.engine.core.errors import UserError
+from holdfast.engine.records.incidents import describe_cost, list_incidents
 from holdfast.engine.records.ledger_audit import LedgerReport
 from holdfast.lab.demo import demo
 from holdfast.lab.demo import fault_kit as faults
@@ -162,6 +163,23 @@ def test_a_recovery_is_measured_at_the_step_that_had_to_recover() -> None:
     assert found.usual_step_s == pytest.approx(1.0)
     assert found.next_step_s == pytest.approx(1.7)
     assert found.stall_s == pytest.approx(0.5)
+    assert found.pause_s is None
+
+
+def test_the_pause_of_a_recovery_is_the_one_that_explain_prints() -> None:
+    commits = [StepEnd(step=s, loss=1.0, time=100.0 + s) for s in range(STEPS)]
+    loss = LOST | {"id": "1.7"}
+    view = {"kind": "view", "time": 104.7, "text": "view 2", "step": 5, "id": "1.8"}
+    resumed = {"kind": "resumed", "time": 104.8, "text": "step 5 is committed", "id": "1.9"}
+    events = [
+        loss,
+        view | {"causes": ["1.7"]},
+        resumed | {"causes": ["1.8"], "cost": {"pause_s": 0.25}},
+    ]
+    found = faults.recovery(STRIKE, events, commits)
+    assert found is not None
+    assert found.pause_s == 0.25
+    assert describe_cost(list_incidents(events)[0]).startswith("0.25 s until the next step")
 
 
 def test_a_job_that_ends_first_has_no_recovery() -> None:
@@ -409,6 +427,27 @@ def test_missed_faults_are_explained_in_one_sentence(is_open: bool) -> None:
     assert text.endswith(".")
 
 
+@pytest.mark.parametrize("columns", [60, 72, 80, 120])
+def test_both_digests_are_shown_at_the_same_length(columns: int) -> None:
+    digest = "0123456789abcdef" * 4
+    calm = trained(digest=digest[:-1] + "0")  # differs only in what is not shown
+    screen = Console(width=columns)
+    for other, verdict in ((trained(digest=digest), "equal"), (calm, "DIFFERENT")):
+        proof = demo.Proof(
+            steps=STEPS,
+            faulty=trained(digest=digest),
+            calm=other,
+            problems=[],
+            recoveries=[],
+            missed=[],
+            plot=None,
+        )
+        with screen.capture() as shown:
+            screen.print(demo.comparison(proof))
+        row = next(line for line in shown.get().splitlines() if digest[:8] in line)
+        assert row.split()[-3:] == [*[digest[: demo.DIGEST_CHARS] + "..."] * 2, verdict]
+
+
 # ---------------------------------------------------------------- the whole demo
 
 
@@ -427,7 +466,7 @@ def test_a_short_demo_proves_itself(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(found["losses"]) == found["ledger"]["steps"] == 30
     assert (found["steps_lost"], found["samples_lost"], found["samples_repeated"]) == (0, 0, 0)
     assert found["faults"]
-    assert {"causes", "next_step_ms", "usual_step_ms", "stall_ms"} <= set(found["faults"][0])
+    assert {"causes", "next_step_ms", "usual_step_ms", "pause_ms"} <= set(found["faults"][0])
     assert Path(found["plot"]).stat().st_size > 0
     assert found["sample"].startswith("def ")
 
