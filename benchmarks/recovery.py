@@ -1,7 +1,8 @@
 """Recovery: from the moment a worker dies (or freezes) to the survivors' next committed step.
 
-The stall is that gap without the work itself: the gap between the survivors' commits around the
-fault, minus an undisturbed step, minus the tasks that a survivor had to compute again.
+The pause is the figure that `holdfast explain` prints: from the first sign of the fault to the
+next committed step. The stall is what of it is no work: the gap between the survivors' commits around
+the fault, minus an undisturbed step, minus the tasks that a survivor had to compute again.
 """
 
 from __future__ import annotations
@@ -18,10 +19,20 @@ from pathlib import Path
 
 from recovery_worker import TASK_S
 
+from holdfast.engine.records.incidents import list_incidents
 from holdfast.engine.runtime.local_run import LocalRun, strike
 
 WORKERS = 4
 RUN_S = 300.0  # limit for each wait: 64 workers need long on few cores
+
+
+@dataclass(frozen=True, slots=True)
+class Recoveries:
+    """Seconds of each fault of one run: stalls, from the fault to the next commit, and pauses."""
+
+    stalls: list[float]
+    gaps: list[float]
+    pauses: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +106,8 @@ def one_fault(
     return stall, gap, victim
 
 
-def measure(
-    faults: int, number: int, seed: int, workers: int = WORKERS
-) -> tuple[list[float], list[float]]:
-    """(stalls, seconds from the fault to the next commit) of `faults` faults in one run."""
+def measure(faults: int, number: int, seed: int, workers: int = WORKERS) -> Recoveries:
+    """Strike one run `faults` times."""
     rng = random.Random(seed)
     stalls, gaps = [], []
     script = str(Path(__file__).with_name("recovery_worker.py"))
@@ -110,7 +119,8 @@ def measure(
                 stalls.append(stall)
                 gaps.append(gap)
                 print(f"  worker {victim}: stall {stall * 1e3:.0f} ms, next commit in {gap:.2f} s")
-    return stalls, gaps
+            costs = [each.cost for each in list_incidents(run.events()) if each.cost]
+    return Recoveries(stalls, gaps, [cost["pause_s"] for cost in costs])
 
 
 def main() -> None:
@@ -121,14 +131,14 @@ def main() -> None:
     options = parser.parse_args()
     workers = options.workers
     print(f"kill -9 of one of {workers} workers:")
-    stalls, _ = measure(options.kills, signal.SIGKILL, 1, workers)
-    print(
-        f"  median stall {statistics.median(stalls) * 1e3:.0f} ms, max {max(stalls) * 1e3:.0f} ms"
-    )
+    found = measure(options.kills, signal.SIGKILL, 1, workers)
+    for name, times in (("pause", found.pauses), ("stall", found.stalls)):
+        middle, most = statistics.median(times) * 1e3, max(times) * 1e3
+        print(f"  {name}: median {middle:.0f} ms, max {most:.0f} ms, of {len(times)}")
     if not options.freezes:
         return
     print(f"kill -STOP of one of {workers} workers:")
-    _, gaps = measure(options.freezes, signal.SIGSTOP, 2, workers)
+    gaps = measure(options.freezes, signal.SIGSTOP, 2, workers).gaps
     print(
         f"  median time to the next commit {statistics.median(gaps):.2f} s, max {max(gaps):.2f} s"
     )

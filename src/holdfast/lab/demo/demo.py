@@ -223,10 +223,8 @@ def prove(options: argparse.Namespace, out: Path, screen: Screen) -> Proof:
     plan = RunPlan(title=title, workers=options.workers, steps=options.steps, schedule=schedule)
     faulty, striker = train(out / "faulty", plan, options, screen)
     steps = max((c.step + 1 for c in faulty.commits), default=0)
-    title = (
-        f"2. The same {steps} steps undisturbed, on {describe_workers(calm_workers)} instead of "
-    )
-    title += f"{options.workers}: the number of workers does not matter either"
+    title = f"2. The same {steps} steps undisturbed, on {describe_workers(calm_workers)}"
+    title += f" instead of {options.workers}"
     plan = RunPlan(title=title, workers=calm_workers, steps=steps)
     calm, _ = train(out / "undisturbed", plan, options, screen)
     found = [fault_kit.recovery(s, faulty.events, faulty.commits) for s in striker.strikes]
