@@ -93,13 +93,13 @@ def find_browser() -> str:
 
 
 def run_demo() -> str:
-    """Run the demo, and return what it prints."""
+    """Run the demo, and return its output."""
     command = [sys.executable, "-m", "holdfast.cli.main", "demo", "--out", RUN]
     plain = os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
     found = subprocess.run(
         command, cwd=WORK, stdout=subprocess.PIPE, text=True, check=False, env=plain
     )
-    print(found.stdout)
+    sys.stdout.write(found.stdout)
     if found.returncode:
         sys.exit(f"the demo ended with status {found.returncode}: no picture was drawn")
     return found.stdout
@@ -109,7 +109,7 @@ def run_demo() -> str:
 
 
 def choose_lines(printed: Sequence[str], faults: int) -> list[str]:
-    """Choose the lines that tell a run: its first `faults` faults, and rows of the proof.
+    """Choose the lines that show a run: its first `faults` faults, and rows of the proof.
 
     They are as the demo has printed them. `GAP` stands for other lines before a fault, or before
     the second run.

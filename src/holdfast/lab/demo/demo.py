@@ -53,7 +53,7 @@ POLL_S = 0.1
 POLL_DUE_S = 0.03  # while a fault waits for its victims: joining takes a few of these
 #: A slow run prints a line this often.
 SILENCE_S = 10.0
-DIGEST_CHARS = 16  # of a digest, so that two of them fit in a row of 80 columns
+DIGEST_CHARS = 16  # two cut digests fit in a row of 80 columns
 END_S = 60.0  # from the last step to the end of every process
 COMMIT = re.compile(r"step (\d+) loss (\S+) time (\S+)")
 # These are about the speed of this machine, which the demo is not about.
