@@ -9,6 +9,7 @@ stay in build/pictures. Needs Chromium for the page, and matplotlib (the extra `
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -37,7 +38,7 @@ ROWS = ("faulty  ", "workers lost", "SHA-256", "losses", "samples lost", "sample
 GAP = "..."
 
 PAGE_WIDTH, PAGE_HEIGHT_MAX, MARGIN = 1000, 4000, 24
-COLOURS_MAX = 64  # in a picture of flat colours
+COLOURS_MAX = 256  # of a palette
 FONT_PX, LINE_PX, CHAR_PX, EDGE_PX = 13, 19, 7.83, 16
 BAR_PX = 26  # above the lines, as a window has one
 COLOURS = (
@@ -77,7 +78,9 @@ def main() -> None:
     (DOCS / "kill.svg").write_text(draw_terminal(choose_lines(printed, faults=4)))
     README.write_text(replace_lines(README.read_text(), choose_transcript(printed)))
     shrink(WORK / RUN / "losses.png", DOCS / "demo.png")
-    photograph(browser, WORK / RUN / "faulty" / "report.html", WORK / "report.png")
+    page = WORK / "report.html"
+    page.write_text(strip_folder((WORK / RUN / "faulty" / "report.html").read_text()))
+    photograph(browser, page, WORK / "report.png")
     shrink(WORK / "report.png", DOCS / "report.png")
 
 
@@ -200,6 +203,15 @@ def replace_lines(page: str, lines: Sequence[str]) -> str:
 # ---------------------------------------------------------------- the other pictures
 
 
+def strip_folder(page: str) -> str:
+    """Return the report without the folder of the demo's script, which depends on the machine."""
+    spec = importlib.util.find_spec("holdfast.lab.demo")
+    assert spec is not None
+    for folder in spec.submodule_search_locations or ():
+        page = page.replace(f"{folder}/", "")
+    return page
+
+
 def photograph(browser: str, page: Path, picture: Path) -> None:
     """Take a picture of a whole HTML page."""
     command = [
@@ -220,7 +232,9 @@ def shrink(source: Path, target: Path) -> None:
     box = ImageChops.difference(picture, paper).getbbox()
     assert box is not None, f"{source} is empty"
     height = min(picture.height, box[3] + MARGIN)
-    few = picture.crop((0, 0, picture.width, height)).quantize(COLOURS_MAX)
+    few = picture.crop((0, 0, picture.width, height)).quantize(
+        COLOURS_MAX, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+    )
     few.save(target, optimize=True)
 
 

@@ -467,14 +467,14 @@ def report(proof: Proof, console: PlainConsole, *, is_open: bool) -> None:
     faulty, calm = proof.faulty, proof.calm
     console.print("\n[bold]3. What the faults cost[/bold]")
     table = Table("after step", "fault", "what the job saw", box=None)
-    for name in ("next step\nafter (ms)", "usual\nstep (ms)", "until the next\nstep (s)"):
+    for name in ("next step\nafter (ms)", "usual\nstep (ms)", "pause\n(s)"):
         table.add_column(name, justify="right")
     for r in proof.recoveries:
         times = [f"{s * 1e3:.0f}" for s in (r.next_step_s, r.usual_step_s)]
         times.append("-" if r.pause_s is None else f"{r.pause_s:.2f}")
         table.add_row(str(r.strike.step), str(r.strike), "\n".join(r.causes), *times)
     console.print(table)
-    text = "until the next step: since the first sign of the fault, as `holdfast explain` prints it"
+    text = "pause: from the first sign of the fault to the next step, as in `holdfast explain`"
     console.print(f"[dim]{text}[/dim]")
     if proof.missed:
         console.print(f"[yellow]{explain_missed(proof, is_open=is_open)}[/yellow]")
