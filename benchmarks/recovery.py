@@ -70,7 +70,7 @@ def stall_s(found: list[Line], victim: int, struck_at: float) -> tuple[float, fl
 
 
 def join_s(found: list[Line], victim: int, struck_at: float) -> float:
-    """Return by how much the first step of a replaced worker took longer than a usual one."""
+    """Return the time of a replaced worker's first step, less a usual step."""
     first = next(x.step for x in found if x.worker == victim and x.at > struck_at)
     ends = {s: max(x.at for x in found if x.step == s) for s in {x.step for x in found}}
     steps = sorted(ends)

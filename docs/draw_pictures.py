@@ -38,7 +38,7 @@ ROWS = ("faulty  ", "workers lost", "SHA-256", "losses", "samples lost", "sample
 GAP = "..."
 
 PAGE_WIDTH, PAGE_HEIGHT_MAX, MARGIN = 1000, 4000, 24
-COLOURS_MAX = 256  # of a palette
+COLOURS_MAX = 256  # a byte for each pixel
 FONT_PX, LINE_PX, CHAR_PX, EDGE_PX = 13, 19, 7.83, 16
 BAR_PX = 26  # above the lines, as a window has one
 COLOURS = (

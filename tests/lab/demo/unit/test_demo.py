@@ -94,7 +94,7 @@ LOST = {"kind": "lost", "time": 104.6, "worker": 2, "text": "worker 2 was lost: 
 def prove_planted(
     monkeypatch: pytest.MonkeyPatch, strikes: list[Strike], calm: demo.Trained
 ) -> None:
-    """Let `demo.main` find two runs that were never made."""
+    """Give `demo.main` two runs that were never made."""
 
     def train(run_dir: Path, plan: demo.RunPlan, options: Any, screen: Any) -> Any:
         run_dir.mkdir(parents=True)
@@ -110,7 +110,7 @@ ENDINGS = [
     ([STRIKE], trained(), 0),
     ([STRIKE], trained(losses=unequal_by_one_bit()), 1),
     ([STRIKE], trained(digest="1" * 64), 1),
-    ([], trained(), 1),  # nothing was struck, so nothing was proved
+    ([], trained(), 1),  # no fault was struck, so the run is no proof
 ]
 
 
@@ -154,7 +154,7 @@ def test_the_schedule_follows_from_the_seed() -> None:
 
 
 def test_a_recovery_is_measured_at_the_step_that_had_to_recover() -> None:
-    # A step a second; step 4 still ends in time, step 5 is the one that is 0.25 s late.
+    # A step a second; step 4 still ends in time, step 5 is 0.25 s late.
     times = [100.0, 101.0, 102.0, 103.0, 104.0, 104.7, 106.2, 107.2]
     commits = [StepEnd(step=s, loss=1.0, time=t) for s, t in enumerate(times)]
     found = faults.recovery(STRIKE, [LOST], commits)
@@ -232,7 +232,7 @@ def test_faults_are_struck_when_due_one_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert first.victims == (2,)
     assert striker.poll(19, 0.0) is None  # the first is not known to be lost yet
     run.told.append({"worker": 2, "kind": "lost", "time": first.time, "text": ""})
-    assert striker.poll(4, 0.0) is None  # nor has the job gone on
+    assert striker.poll(4, 0.0) is None  # nor has the job committed a step since
     assert striker.poll(19, 0.0) is None  # the rest begins
     assert striker.poll(23, 0.0) is None
     second = striker.poll(24, 0.0)
@@ -252,7 +252,7 @@ def test_on_a_slow_machine_a_rest_takes_few_steps() -> None:
 
 
 class TalkingRun(FakeRun):
-    """A run that has ended after some events; it shows nothing else."""
+    """A run that has ended after some events; it shows only these."""
 
     out: tuple[str, ...] = ()
 
@@ -289,7 +289,7 @@ def test_the_demo_shows_no_events_that_its_readers_did_not_come_for(
 
 
 class Clock:
-    """Replaces the module `time`; it passes only while somebody sleeps."""
+    """Replaces the module `time`; it passes only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -430,7 +430,7 @@ def test_missed_faults_are_explained_in_one_sentence(is_open: bool) -> None:
 @pytest.mark.parametrize("columns", [60, 72, 80, 120])
 def test_both_digests_are_shown_at_the_same_length(columns: int) -> None:
     digest = "0123456789abcdef" * 4
-    calm = trained(digest=digest[:-1] + "0")  # differs only in what is not shown
+    calm = trained(digest=digest[:-1] + "0")  # differs only in its last digit
     screen = Console(width=columns)
     for other, verdict in ((trained(digest=digest), "equal"), (calm, "DIFFERENT")):
         proof = demo.Proof(
