@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -69,14 +70,16 @@ def main() -> None:
     )
     options = parser.parse_args()
     browser = find_browser()
-    record = WORK / "terminal.txt"
+    record, circumstances = WORK / "terminal.txt", WORK / "machine.txt"
     if not options.again:
         shutil.rmtree(WORK, ignore_errors=True)
         WORK.mkdir(parents=True)
+        circumstances.write_text(describe_machine())
         record.write_text(run_demo())
     printed = record.read_text().splitlines()
     (DOCS / "kill.svg").write_text(draw_terminal(choose_lines(printed, faults=4)))
-    README.write_text(replace_lines(README.read_text(), choose_transcript(printed)))
+    below = circumstances.read_text()
+    README.write_text(replace_lines(README.read_text(), choose_transcript(printed), below))
     shrink(WORK / RUN / "losses.png", DOCS / "demo.png")
     page = WORK / "report.html"
     page.write_text(strip_folder((WORK / RUN / "faulty" / "report.html").read_text()))
@@ -92,6 +95,14 @@ def find_browser() -> str:
     sys.exit(
         "no Chromium, which takes the picture of the report: put it on the path, or name it in "
         "CHROMIUM (on Debian: apt-get install chromium)"
+    )
+
+
+def describe_machine() -> str:
+    """Return a sentence on the machine, because pauses depend on what else it does."""
+    when, load = time.strftime("%Y-%m-%d"), os.getloadavg()[0]
+    return (
+        f"Recorded on {when}, on {os.cpu_count()} cores with a load of {load:.0f} before the run.\n"
     )
 
 
@@ -194,10 +205,10 @@ def draw_terminal(lines: Sequence[str]) -> str:
     )
 
 
-def replace_lines(page: str, lines: Sequence[str]) -> str:
-    """Return the page with these lines between its marks, as a block of code."""
+def replace_lines(page: str, lines: Sequence[str], below: str) -> str:
+    """Return the page with these lines between its marks, as a block of code, and a text below."""
     shown = "".join(f"    {line}".rstrip() + "\n" for line in lines)
-    return DRAWN.sub(lambda _: f"\n{shown}\n", page)
+    return DRAWN.sub(lambda _: f"\n{shown}\n{below}", page)
 
 
 # ---------------------------------------------------------------- the other pictures
