@@ -1,5 +1,6 @@
 # Needs only Python 3.10 or newer and make. The first target that runs makes .venv and installs
-# what is pinned in constraints.txt; after that only release needs a network, and docs, the first time.
+# what it needs, as pinned in constraints.txt: demo less than the others, which need what the tests
+# need. After that only release needs a network, and docs, the first time.
 #
 #   make demo                     train, break things, prove that nothing was lost
 #   make check                    the rules of the house, types, and all tests that start no job
@@ -10,6 +11,7 @@
 #   make kubernetes-lab           those on Kubernetes, after building its control plane
 #   make yarn-lab                 all tests of YARN, on a ResourceManager of Hadoop that they start
 #   make docs                     these documents as a site, in build/site
+#   make pictures                 the README's pictures, from one run of the demo; needs Chromium
 #   make release                  the packages of a release, in dist, built and tried out
 #   make demo PYTHON=python3.12   with another interpreter
 #   make demo TORCH_INDEX=URL     take torch from a second package index as well, such as that of its
@@ -39,6 +41,8 @@ export HOLDFAST_YARN_JARS ?= $(patsubst %/.fetched,%,$(wildcard $(LABS)/yarn/.fe
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH_STAMP := $(VENV)/.installed-torch
+DEMO_STAMP := $(VENV)/.installed-demo
 # No compiling: it would take as long as the rest, for modules that are mostly never imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 PEERS_ENV := build/peers
@@ -50,13 +54,13 @@ JOBS = $(shell find tests -name jobs -type d)
 FIND_JAVA = command -v java >/dev/null || { echo "make yarn-lab needs Java 17, which runs Hadoop \
 (on Debian: apt-get install openjdk-17-jre-headless)." >&2; exit 1; }
 
-.PHONY: help demo check lint types rules units jobs test test-all coverage test-clusters kubernetes-lab yarn-lab yarn-contract weeks fuzz sim mutants bench bench-peers docs release clean
+.PHONY: help demo check lint types rules units jobs test test-all coverage test-clusters kubernetes-lab yarn-lab yarn-contract weeks fuzz sim mutants bench bench-peers docs pictures release clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/holdfast demo
 
 check: lint types rules units
@@ -174,6 +178,11 @@ docs: $(VENV)/.installed-docs
 	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict
 	@echo "built; to read it: $(PYTHON) -m http.server --directory build/site"
 
+# docs/demo.png, docs/report.png, docs/kill.svg and the lines below it in the README. With
+# CHROMIUM=/path/to/chromium if it is not on the path.
+pictures: $(DEMO_STAMP)
+	$(BIN)/python docs/draw_pictures.py
+
 # CONTRIBUTING.md says how a release is made. The interpreter is that of the empty environment, too.
 release: $(VENV)/.installed-release
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/release $(BIN)/python
@@ -183,17 +192,25 @@ $(VENV)/.installed-%: $(STAMP)
 	$(PIP) --no-build-isolation -e '.[$*]'
 	@touch $@
 
-# The stamp is written last: an interrupted installation is simply done again. torch comes first,
+# Stamps are written last: an interrupted installation is simply done again. torch comes first,
 # by itself, so that TORCH_INDEX is asked for nothing else; no build isolation, so that a current
 # environment is brought up to date without a network.
-$(STAMP): pyproject.toml constraints.txt src/holdfast/engine/core/release.py
+$(TORCH_STAMP): constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "Holdfast needs Python 3.10 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 	  { echo "No venv module (on Debian and Ubuntu it is the package python3-venv)." >&2; exit 1; }
 	@echo "installing into $(VENV); the first time this takes some minutes"
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch setuptools
+	@touch $@
+
+# What the tests need includes what the demo needs.
+$(STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt src/holdfast/engine/core/release.py
 	$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $(DEMO_STAMP) $@
+
+$(DEMO_STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt src/holdfast/engine/core/release.py
+	$(PIP) --no-build-isolation -e '.[demo]'
 	@touch $@
 
 # Keeps the environment, which is slow to make; `rm -rf .venv` starts from nothing.

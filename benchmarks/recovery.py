@@ -1,7 +1,8 @@
 """Recovery: from the moment a worker dies (or freezes) to the survivors' next committed step.
 
-The stall is that gap without the work itself: the gap between the survivors' commits around the
-fault, minus an undisturbed step, minus the tasks that a survivor had to compute again.
+The pause is the figure that `holdfast explain` prints: from the first sign of the fault to the
+next committed step. The stall is its part without work: the gap between the survivors' commits
+around the fault, minus an undisturbed step, minus the tasks that a survivor had to compute again.
 """
 
 from __future__ import annotations
@@ -18,10 +19,20 @@ from pathlib import Path
 
 from recovery_worker import TASK_S
 
+from holdfast.engine.records.incidents import list_incidents
 from holdfast.engine.runtime.local_run import LocalRun, strike
 
 WORKERS = 4
 RUN_S = 300.0  # limit for each wait: 64 workers need long on few cores
+
+
+@dataclass(frozen=True, slots=True)
+class Recoveries:
+    """Seconds of each fault of one run: stalls, from the fault to the next commit, and pauses."""
+
+    stalls: list[float]
+    gaps: list[float]
+    pauses: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +70,7 @@ def stall_s(found: list[Line], victim: int, struck_at: float) -> tuple[float, fl
 
 
 def join_s(found: list[Line], victim: int, struck_at: float) -> float:
-    """Return by how much the first step of a replaced worker took longer than a usual one."""
+    """Return the time of a replaced worker's first step, less a usual step."""
     first = next(x.step for x in found if x.worker == victim and x.at > struck_at)
     ends = {s: max(x.at for x in found if x.step == s) for s in {x.step for x in found}}
     steps = sorted(ends)
@@ -95,10 +106,8 @@ def one_fault(
     return stall, gap, victim
 
 
-def measure(
-    faults: int, number: int, seed: int, workers: int = WORKERS
-) -> tuple[list[float], list[float]]:
-    """(stalls, seconds from the fault to the next commit) of `faults` faults in one run."""
+def measure(faults: int, number: int, seed: int, workers: int = WORKERS) -> Recoveries:
+    """Strike one run `faults` times."""
     rng = random.Random(seed)
     stalls, gaps = [], []
     script = str(Path(__file__).with_name("recovery_worker.py"))
@@ -110,7 +119,13 @@ def measure(
                 stalls.append(stall)
                 gaps.append(gap)
                 print(f"  worker {victim}: stall {stall * 1e3:.0f} ms, next commit in {gap:.2f} s")
-    return stalls, gaps
+            # A busy machine has other incidents: workers that are late for a moment.
+            found = [
+                incident
+                for incident in list_incidents(run.events())
+                if incident.cost and any(event["kind"] == "lost" for event in incident.events)
+            ]
+    return Recoveries(stalls, gaps, [incident.cost["pause_s"] for incident in found])
 
 
 def main() -> None:
@@ -121,14 +136,14 @@ def main() -> None:
     options = parser.parse_args()
     workers = options.workers
     print(f"kill -9 of one of {workers} workers:")
-    stalls, _ = measure(options.kills, signal.SIGKILL, 1, workers)
-    print(
-        f"  median stall {statistics.median(stalls) * 1e3:.0f} ms, max {max(stalls) * 1e3:.0f} ms"
-    )
+    found = measure(options.kills, signal.SIGKILL, 1, workers)
+    for name, times in (("pause", found.pauses), ("stall", found.stalls)):
+        middle, most = statistics.median(times) * 1e3, max(times) * 1e3
+        print(f"  {name}: median {middle:.0f} ms, max {most:.0f} ms, of {len(times)}")
     if not options.freezes:
         return
     print(f"kill -STOP of one of {workers} workers:")
-    _, gaps = measure(options.freezes, signal.SIGSTOP, 2, workers)
+    gaps = measure(options.freezes, signal.SIGSTOP, 2, workers).gaps
     print(
         f"  median time to the next commit {statistics.median(gaps):.2f} s, max {max(gaps):.2f} s"
     )

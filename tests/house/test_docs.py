@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import html
 import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -78,6 +80,74 @@ def test_the_site_has_every_page() -> None:
 def test_the_options_page_is_drawn_from_the_settings() -> None:
     page = (ROOT / "docs" / "options.md").read_text()
     assert load_script("draw_options.py").draw_page() == page, "run: python docs/draw_options.py"
+
+
+def test_the_lines_of_the_readme_are_of_the_recorded_run() -> None:
+    shown = load_script("draw_pictures.py").DRAWN.search((ROOT / "README.md").read_text())
+    assert shown is not None
+    lines = [line.strip() for line in shown[0].splitlines() if line[:4] == "    "]
+    recorded = html.unescape((ROOT / "docs" / "kill.svg").read_text())
+    assert len(lines) > 8
+    assert [line for line in lines if line not in recorded] == [], "run: make pictures"
+
+
+PRINTED = """\
+1. A small GPT, with faults
+   1.0 s  view 1: workers 0-3; the job starts
+   2.0 s  step 3: killed worker 2 (SIGKILL)
+   2.1 s  worker 2 was lost: ended by SIGKILL
+   2.2 s  step 3, loss 2.7, 3 workers
+   2.3 s  step 3 is committed, 0.20 s after the fault was seen
+   2.9 s  worker 2 joins at the next step boundary
+   3.0 s  step 9: froze worker 1 (SIGSTOP)
+   3.1 s  worker 1 was lost: frozen
+   3.2 s  step 9 is committed, 1.10 s after the fault was seen
+2. The same steps undisturbed
+
+3. What the faults cost
+4. What the faults changed
+                      faulty    undisturbed
+ workers lost         2         0
+ last loss            2.5       2.5          equal
+ SHA-256 of the state 01...     01...        equal
+
+faulty run: demo/faulty
+2 workers were lost, and the model is the same, bit for bit.
+"""
+
+
+def test_a_recording_has_one_fault_whole_and_the_proof() -> None:
+    draw = load_script("draw_pictures.py")
+    printed = PRINTED.splitlines()
+    assert draw.choose_lines(printed, faults=2) == [
+        "$ holdfast demo",
+        printed[0],
+        draw.GAP,
+        *(printed[n] for n in (2, 3, 5)),
+        draw.GAP,
+        *(printed[n] for n in (7, 9)),
+        printed[10],
+        "",
+        *(printed[n] for n in (14, 15, 17)),
+        "",
+        printed[-1],
+    ]
+    assert draw.choose_transcript(printed) == [
+        *(printed[n] for n in (2, 3, 5)),
+        "",
+        *(printed[n] for n in (14, 15, 17)),
+    ]
+
+
+def test_a_terminal_is_drawn_without_animation_for_those_who_want_none() -> None:
+    draw = load_script("draw_pictures.py")
+    picture = draw.draw_terminal(["$ holdfast demo", " a < b", "  2.0 s  step 3: killed worker 2"])
+    root = ElementTree.fromstring(picture)
+    texts = [each for each in root if each.tag.endswith("text")]
+    assert [each.text for each in texts][1] == " a < b"
+    assert [each.get("class") for each in texts] == ["line command", "line plain", "line strike"]
+    assert "prefers-reduced-motion" in picture
+    assert "opacity" not in re.sub("<style>.*</style>", "", picture, flags=re.DOTALL)
 
 
 def test_the_python_page_names_everything_public() -> None:

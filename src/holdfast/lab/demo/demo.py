@@ -53,6 +53,7 @@ POLL_S = 0.1
 POLL_DUE_S = 0.03  # while a fault waits for its victims: joining takes a few of these
 #: A slow run prints a line this often.
 SILENCE_S = 10.0
+DIGEST_CHARS = 16  # two cut digests fit in a row of 80 columns
 END_S = 60.0  # from the last step to the end of every process
 COMMIT = re.compile(r"step (\d+) loss (\S+) time (\S+)")
 # These are about the speed of this machine, which the demo is not about.
@@ -222,10 +223,8 @@ def prove(options: argparse.Namespace, out: Path, screen: Screen) -> Proof:
     plan = RunPlan(title=title, workers=options.workers, steps=options.steps, schedule=schedule)
     faulty, striker = train(out / "faulty", plan, options, screen)
     steps = max((c.step + 1 for c in faulty.commits), default=0)
-    title = (
-        f"2. The same {steps} steps undisturbed, on {describe_workers(calm_workers)} instead of "
-    )
-    title += f"{options.workers}: the number of workers does not matter either"
+    title = f"2. The same {steps} steps undisturbed, on {describe_workers(calm_workers)}"
+    title += f" instead of {options.workers}"
     plan = RunPlan(title=title, workers=calm_workers, steps=steps)
     calm, _ = train(out / "undisturbed", plan, options, screen)
     found = [fault_kit.recovery(s, faulty.events, faulty.commits) for s in striker.strikes]
@@ -433,6 +432,7 @@ def to_dict(proof: Proof, seed: int) -> dict[str, Any]:
                 "next_step_ms": round(r.next_step_s * 1e3, 1),
                 "usual_step_ms": round(r.usual_step_s * 1e3, 1),
                 "stall_ms": round(r.stall_s * 1e3, 1),
+                "pause_ms": None if r.pause_s is None else round(r.pause_s * 1e3, 1),
             }
             for r in proof.recoveries
         ],
@@ -467,13 +467,14 @@ def report(proof: Proof, console: PlainConsole, *, is_open: bool) -> None:
     faulty, calm = proof.faulty, proof.calm
     console.print("\n[bold]3. What the faults cost[/bold]")
     table = Table("after step", "fault", "what the job saw", box=None)
-    for name in ("next step\nafter (ms)", "usual\nstep (ms)", "stall\n(ms)"):
+    for name in ("next step\nafter (ms)", "usual\nstep (ms)", "pause\n(s)"):
         table.add_column(name, justify="right")
     for r in proof.recoveries:
-        times = [f"{s * 1e3:.0f}" for s in (r.next_step_s, r.usual_step_s, r.stall_s)]
+        times = [f"{s * 1e3:.0f}" for s in (r.next_step_s, r.usual_step_s)]
+        times.append("-" if r.pause_s is None else f"{r.pause_s:.2f}")
         table.add_row(str(r.strike.step), str(r.strike), "\n".join(r.causes), *times)
     console.print(table)
-    text = "stall: how much longer than usual the step took that recomputed the lost shares"
+    text = "pause: from the first sign of the fault to the next step, as in `holdfast explain`"
     console.print(f"[dim]{text}[/dim]")
     if proof.missed:
         console.print(f"[yellow]{explain_missed(proof, is_open=is_open)}[/yellow]")
@@ -506,25 +507,33 @@ def page_on(run: Trained) -> str:
     return str(page)
 
 
+def describe_equality(is_equal: bool) -> str:
+    return "[green]equal[/green]" if is_equal else "[red]DIFFERENT[/red]"
+
+
 def comparison(proof: Proof) -> Table:
     """Make the table of both runs, side by side."""
     runs = (proof.faulty, proof.calm)
-    table = Table("", "faulty", "undisturbed", "", box=None)
+    table = Table("", box=None)
+    for name in ("faulty", "undisturbed"):
+        table.add_column(name, no_wrap=True)  # a narrow terminal cuts neither digest shorter
+    table.add_column("", no_wrap=True)
 
     def row(what: str, show: Callable[[Trained], object], *, judged: bool = False) -> None:
         one, other = (str(show(trained)) for trained in runs)
-        mark = "[green]equal[/green]" if one == other else "[red]DIFFERENT[/red]"
+        mark = describe_equality(one == other)
         table.add_row(what, one, other, mark if judged else "")
 
     row("workers at the start", lambda t: t.workers)
     row("workers lost", lambda t: sum(e["kind"] == "lost" for e in t.events))
     row("seconds, with start-up", lambda t: f"{t.seconds:.0f}")
     row("median step (ms)", lambda t: f"{t.step_s * 1e3:.0f}")
-    row("SHA-256 of the final state", lambda t: f"{t.digest[:24]}...", judged=True)
+    cut = (f"{t.digest[:DIGEST_CHARS]}..." for t in runs)
+    mark = describe_equality(proof.faulty.digest == proof.calm.digest)
+    table.add_row("SHA-256 of the final state", *cut, mark)
     last = proof.steps - 1
     row("last loss", lambda t: float.fromhex(t.losses.get(last, "nan")), judged=True)
-    equal = proof.faulty.losses == proof.calm.losses
-    mark = "[green]equal[/green]" if equal else "[red]DIFFERENT[/red]"
+    mark = describe_equality(proof.faulty.losses == proof.calm.losses)
     table.add_row("losses, every bit", *(f"{len(t.losses)} steps" for t in runs), mark)
     row("samples used", lambda t: t.ledger.samples, judged=True)
     row("samples lost", lambda t: t.ledger.lost, judged=True)

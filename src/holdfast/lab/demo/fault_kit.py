@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.records.incidents import list_incidents
 from holdfast.engine.runtime.local_run import ACTIVE, LocalRun, strike
 
 JOINING = ("spare", "joining")  # started, asking for work or receiving the job's state
@@ -100,6 +101,8 @@ class Recovery:
     usual_step_s: float
     #: Time from the last step before the fault to the first one after it, less a usual step.
     stall_s: float
+    #: The pause of its incident, as `holdfast explain` prints it; None if no worker had to stop.
+    pause_s: float | None
 
 
 def schedule(rest_steps: int, workers: int, seed: int) -> tuple[PlannedFault, ...]:
@@ -199,8 +202,21 @@ def recovery(done: Strike, events: list[dict[str, Any]], commits: list[StepEnd])
     # "worker 2 was lost: ended by SIGKILL"; two victims often share one cause.
     causes = tuple(dict.fromkeys(event["text"].partition(": ")[2] for event in lost))
     return Recovery(
-        strike=done, causes=causes, next_step_s=after, usual_step_s=usual, stall_s=stall
+        strike=done,
+        causes=causes,
+        next_step_s=after,
+        usual_step_s=usual,
+        stall_s=stall,
+        pause_s=_find_pause_s(lost[0], events),
     )
+
+
+def _find_pause_s(loss: dict[str, Any], events: list[dict[str, Any]]) -> float | None:
+    """Return the pause of the incident that a loss belongs to."""
+    for incident in list_incidents(events):
+        if loss in incident.events:
+            return incident.cost.get("pause_s")
+    return None
 
 
 def _median_step_s(commits: list[StepEnd]) -> float:

@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.engine.core.errors import UserError
+from holdfast.engine.records.incidents import describe_cost, list_incidents
 from holdfast.engine.records.ledger_audit import LedgerReport
 from holdfast.lab.demo import demo
 from holdfast.lab.demo import fault_kit as faults
@@ -93,7 +94,7 @@ LOST = {"kind": "lost", "time": 104.6, "worker": 2, "text": "worker 2 was lost: 
 def prove_planted(
     monkeypatch: pytest.MonkeyPatch, strikes: list[Strike], calm: demo.Trained
 ) -> None:
-    """Let `demo.main` find two runs that were never made."""
+    """Give `demo.main` two runs that were never made."""
 
     def train(run_dir: Path, plan: demo.RunPlan, options: Any, screen: Any) -> Any:
         run_dir.mkdir(parents=True)
@@ -109,7 +110,7 @@ ENDINGS = [
     ([STRIKE], trained(), 0),
     ([STRIKE], trained(losses=unequal_by_one_bit()), 1),
     ([STRIKE], trained(digest="1" * 64), 1),
-    ([], trained(), 1),  # nothing was struck, so nothing was proved
+    ([], trained(), 1),  # no fault was struck, so the run is no proof
 ]
 
 
@@ -153,7 +154,7 @@ def test_the_schedule_follows_from_the_seed() -> None:
 
 
 def test_a_recovery_is_measured_at_the_step_that_had_to_recover() -> None:
-    # A step a second; step 4 still ends in time, step 5 is the one that is 0.25 s late.
+    # A step a second; step 4 still ends in time, step 5 is 0.25 s late.
     times = [100.0, 101.0, 102.0, 103.0, 104.0, 104.7, 106.2, 107.2]
     commits = [StepEnd(step=s, loss=1.0, time=t) for s, t in enumerate(times)]
     found = faults.recovery(STRIKE, [LOST], commits)
@@ -162,6 +163,23 @@ def test_a_recovery_is_measured_at_the_step_that_had_to_recover() -> None:
     assert found.usual_step_s == pytest.approx(1.0)
     assert found.next_step_s == pytest.approx(1.7)
     assert found.stall_s == pytest.approx(0.5)
+    assert found.pause_s is None
+
+
+def test_the_pause_of_a_recovery_is_the_one_that_explain_prints() -> None:
+    commits = [StepEnd(step=s, loss=1.0, time=100.0 + s) for s in range(STEPS)]
+    loss = LOST | {"id": "1.7"}
+    view = {"kind": "view", "time": 104.7, "text": "view 2", "step": 5, "id": "1.8"}
+    resumed = {"kind": "resumed", "time": 104.8, "text": "step 5 is committed", "id": "1.9"}
+    events = [
+        loss,
+        view | {"causes": ["1.7"]},
+        resumed | {"causes": ["1.8"], "cost": {"pause_s": 0.25}},
+    ]
+    found = faults.recovery(STRIKE, events, commits)
+    assert found is not None
+    assert found.pause_s == 0.25
+    assert describe_cost(list_incidents(events)[0]).startswith("0.25 s until the next step")
 
 
 def test_a_job_that_ends_first_has_no_recovery() -> None:
@@ -214,7 +232,7 @@ def test_faults_are_struck_when_due_one_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert first.victims == (2,)
     assert striker.poll(19, 0.0) is None  # the first is not known to be lost yet
     run.told.append({"worker": 2, "kind": "lost", "time": first.time, "text": ""})
-    assert striker.poll(4, 0.0) is None  # nor has the job gone on
+    assert striker.poll(4, 0.0) is None  # nor has the job committed a step since
     assert striker.poll(19, 0.0) is None  # the rest begins
     assert striker.poll(23, 0.0) is None
     second = striker.poll(24, 0.0)
@@ -234,7 +252,7 @@ def test_on_a_slow_machine_a_rest_takes_few_steps() -> None:
 
 
 class TalkingRun(FakeRun):
-    """A run that has ended after some events; it shows nothing else."""
+    """A run that has ended after some events; it shows only these."""
 
     out: tuple[str, ...] = ()
 
@@ -271,7 +289,7 @@ def test_the_demo_shows_no_events_that_its_readers_did_not_come_for(
 
 
 class Clock:
-    """Replaces the module `time`; it passes only while somebody sleeps."""
+    """Replaces the module `time`; it passes only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -409,6 +427,27 @@ def test_missed_faults_are_explained_in_one_sentence(is_open: bool) -> None:
     assert text.endswith(".")
 
 
+@pytest.mark.parametrize("columns", [60, 72, 80, 120])
+def test_both_digests_are_shown_at_the_same_length(columns: int) -> None:
+    digest = "0123456789abcdef" * 4
+    calm = trained(digest=digest[:-1] + "0")  # differs only in its last digit
+    screen = Console(width=columns)
+    for other, verdict in ((trained(digest=digest), "equal"), (calm, "DIFFERENT")):
+        proof = demo.Proof(
+            steps=STEPS,
+            faulty=trained(digest=digest),
+            calm=other,
+            problems=[],
+            recoveries=[],
+            missed=[],
+            plot=None,
+        )
+        with screen.capture() as shown:
+            screen.print(demo.comparison(proof))
+        row = next(line for line in shown.get().splitlines() if digest[:8] in line)
+        assert row.split()[-3:] == [*[digest[: demo.DIGEST_CHARS] + "..."] * 2, verdict]
+
+
 # ---------------------------------------------------------------- the whole demo
 
 
@@ -427,7 +466,7 @@ def test_a_short_demo_proves_itself(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(found["losses"]) == found["ledger"]["steps"] == 30
     assert (found["steps_lost"], found["samples_lost"], found["samples_repeated"]) == (0, 0, 0)
     assert found["faults"]
-    assert {"causes", "next_step_ms", "usual_step_ms", "stall_ms"} <= set(found["faults"][0])
+    assert {"causes", "next_step_ms", "usual_step_ms", "pause_ms"} <= set(found["faults"][0])
     assert Path(found["plot"]).stat().st_size > 0
     assert found["sample"].startswith("def ")
 
