@@ -17,6 +17,8 @@ from holdfast.engine.train.data.sampling import plan_of
 
 WARM_UP, STEPS, VIRTUAL, PROMPTS, GROUP = 12, 6, 4, 5, 8
 HELD = WARM_UP + 2  # the step in whose rollouts workers are struck
+# The job counts the evaluation after the warm-up, and both rounds of each step of GRPO.
+ROUND = WARM_UP + 1 + 2 * (HELD - WARM_UP)
 WORDS = ("--warm-up", str(WARM_UP), "--steps", str(STEPS), "--print-every", "1")
 WORDS = (*WORDS, "--batch-size", str(PROMPTS), "--group", str(GROUP), "--width", "24")
 # Late or slow, a worker would host no task of the step in which it is to be struck.
@@ -87,6 +89,8 @@ def test_a_worker_is_struck_in_the_middle_of_its_rollout(
     lost = run.events("lost")
     assert sorted(event["worker"] for event in lost) == victims
     assert number == signal.SIGKILL or "frozen" in lost[0]["text"]
+    views = [event["text"] for event in run.events("view")]
+    assert any(f"step {ROUND} is redone for the lost virtual ranks" in v for v in views), views
     check_ledger(run)
     if 0 not in victims:  # the leader, which prints
         assert rollouts_of(run) == rollouts
