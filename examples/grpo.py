@@ -5,15 +5,15 @@
 
 GRPO is group relative policy optimization (DeepSeekMath, arXiv:2402.03300). The policy is a small
 recurrent network that reads and writes characters. It is first trained on the written sums, for too
-short a time. Then it samples a group of answers to each prompt, such as `7+5=`. A right answer
-(`12.`) has the reward 1, any other answer 0, and its advantage is the reward relative to its group.
+short a time. Then it samples a group of answers to each prompt, such as `7+5=`. The reward is 1 for
+the right answer, `12.`, and 0 for any other, and the advantage is the reward relative to the group.
 
 It shows that a rollout can be a part of a task. If a worker dies in the middle of one, another
 worker samples all answers of its prompts again, from the same weights and with the same random
 numbers. So no answer is dropped, cut short or counted twice, and long answers are no rarer than
-in a run without failures. A finished rollout is a state of its virtual rank, so that the death of a
-worker in the second update on it loses nothing. The last line printed is the SHA-256 of the
-policy, the reference policy and the rollouts, so that runs can be compared.
+in a run without failures. A finished rollout is a state of its virtual rank, so the other workers
+still have it if its worker dies in the second update. The last line printed is the SHA-256 of both
+policies and the rollouts, so that runs can be compared.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ import holdfast
 
 ALPHABET = "0123456789+=."
 END = ALPHABET.index(".")
-ANSWER_MAX = 6  # characters; an answer without an end by then is wrong
-UPDATES = 2  # with each rollout
-CLIP = 0.2  # an update gains nothing by changing an odds ratio further
-KL_WEIGHT = 0.02  # of the distance to the reference policy
+# Characters of an answer. An answer that has not ended by then is wrong.
+ANSWER_MAX = 6
+# Updates with each rollout.
+UPDATES = 2
+# Beyond this change of the odds of a character the loss has no gradient.
+CLIP = 0.2
+KL_WEIGHT = 0.02
 
 
 class Policy(nn.Module):
@@ -128,7 +131,8 @@ def loss_of(policy: Policy, rollout: dict[str, torch.Tensor]) -> torch.Tensor:
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     gain = torch.minimum(ratio * rollout["advantages"], clipped * rollout["advantages"])
     away = rollout["reference"] - odds
-    distance = away.exp() - away - 1  # its mean over samples is the KL divergence
+    # Its mean over samples is the KL divergence from the reference policy.
+    distance = away.exp() - away - 1
     counts = written(rollout["answers"])
     losses = (KL_WEIGHT * distance - gain) * counts
     return (losses.sum(dim=1) / counts.sum(dim=1)).mean()
