@@ -37,7 +37,7 @@ END = ALPHABET.index(".")
 ANSWER_MAX = 6
 # Updates with each rollout.
 UPDATES = 2
-# Beyond this change of the odds of a character the loss has no gradient.
+# An update that changes the odds of a character by a larger share gains no more.
 CLIP = 0.2
 KL_WEIGHT = 0.02
 
