@@ -11,6 +11,7 @@ ARGS = {
     "fsdp.py": ["--steps", "4"],  # one process; tests/engine/jobs/test_sharded_workers.py has more
     "gan.py": ["--steps", "21", "--batch-size", "8"],
     "moco.py": ["--epochs", "2", "--images", "192", "--batch-size", "8", "--queue", "64"],
+    "grpo.py": ["--warm-up", "2", "--steps", "5", "--group", "4", "--width", "16"],
     "ppo.py": ["--rollouts", "3", "--moves", "24"],
     "word_lm.py": ["--epochs", "2", "--words", "4000", "--width", "24", "--columns", "2"],
     "finetune_transformers.py": ["--steps", "4", "--width", "16", "--batch-size", "4"],

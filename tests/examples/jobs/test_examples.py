@@ -19,7 +19,7 @@ from holdfast.engine.train.data.sampling import plan_of
 # They import much, or are covered by another example of the same kind.
 SLOW = (
     *("digits.py", "fsdp.py", "finetune_transformers.py", "gan.py", "lightning_module.py"),
-    *("moco.py", "ppo.py", "word_lm.py"),  # run below
+    *("grpo.py", "moco.py", "ppo.py", "word_lm.py"),  # run below
 )
 
 
@@ -70,7 +70,7 @@ def test_deaths_change_nothing(name: str, steps: int, samples: int, tmp_path: Pa
 
 
 # The examples whose virtual ranks keep states, or whose tasks hand over values.
-TELLING = ("moco.py", "ppo.py", "word_lm.py")
+TELLING = ("grpo.py", "moco.py", "ppo.py", "word_lm.py")
 FAULTS = {
     1: "worker 0 step 3 kill\nworker 0 step 6 freeze\n",
     2: "worker 1 step 3 kill\nworker 0 step 6 freeze\n",
