@@ -38,13 +38,13 @@ TRIALS = (
 def try_out(trial: Trial, failures: int) -> str:
     """Return the row of a job."""
     found = run_trial(trial, failures)
-    recovery = assume_recovery(trial, found.step_s)
+    recovery = assume_recovery(trial, found)
     weeks = [simulate(recovery, SPAN_S, Random(seed)) for seed in range(SEEDS)]
     values = (
         f"{trial.nodes}",
         f"{trial.tasks}",
         f"{trial.spare_nodes}",
-        f"{trial.mtbf_s:,.0f} s",
+        f"{found.span_s / found.failures:,.0f} s",
         f"{trial.opening_s:.0f} s",
         f"{found.failures}",
         f"{found.events:,}",

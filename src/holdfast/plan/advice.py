@@ -276,7 +276,7 @@ def try_machines(
         process_share=processes / recovery.rate,
     )
     found = run_trial(trial, failures, seed)
-    return found, predict(assume_recovery(trial, found.step_s))
+    return found, predict(assume_recovery(trial, found))
 
 
 def find_changes(scenario: Scenario, best: Choice) -> Iterator[Change]:

@@ -259,11 +259,16 @@ def make_options(trial: Trial, failures: int, seed: int) -> Options:
     )
 
 
-def assume_recovery(trial: Trial, step_s: float) -> RecoveryTimes:
-    """Return the numbers that the closed form assumes for a trial. `step_s`: as it was found."""
+def assume_recovery(trial: Trial, found: Found) -> RecoveryTimes:
+    """Return the numbers that the closed form assumes for a trial.
+
+    The duration of a step and the rate of failures are as they were found: few failures come by
+    chance more often or more seldom than on average.
+    """
+    step_s, rate = found.step_s, found.failures / found.span_s
     rates = {
-        Effect.NODE: (1 - trial.process_share) / trial.mtbf_s,
-        Effect.PROCESS: trial.process_share / trial.mtbf_s,
+        Effect.NODE: (1 - trial.process_share) * rate,
+        Effect.PROCESS: trial.process_share * rate,
     }
     virtual = trial.tasks * trial.nodes
     ready_s = trial.start_s + trial.load_s + JOIN_STEPS * step_s

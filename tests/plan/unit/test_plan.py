@@ -172,7 +172,7 @@ def test_the_real_machines_lose_about_as_much_as_the_closed_form(trial):
     found = run_trial(trial, failures=10)
     assert found.failures == 10
     assert found.played_s < found.span_s
-    expected = predict(assume_recovery(trial, found.step_s)).ettr
+    expected = predict(assume_recovery(trial, found)).ettr
     assert found.ettr == pytest.approx(expected, abs=0.03)
     assert found.ettr < 0.9999
     assert run_trial(trial, failures=10) == found
