@@ -52,7 +52,8 @@ def results(
     assert not cluster.errors, cluster.errors
     assert outcome == ""
     newest = [worker.incarnation for worker in cluster.workers.values()]
-    assert not kill_at or max(newest) > 1 or len(found) < workers, "nobody has died"
+    made = {worker.worker: worker.exchanges for worker in cluster.workers.values()}
+    assert not kill_at or max(newest) > 1 or len(found) < workers, (kill_at, made)
     assert found
     # A worker that dies at the end may not be needed again.
     assert kill_at or not all_return or len(found) == workers, cluster.events
@@ -64,19 +65,27 @@ def everywhere(script: Script) -> Any:
     (expected,) = results(script, 1)
     for workers in (2, 4):
         assert results(script, workers) == [expected] * workers
-    exchanges = 0
-
-    def counts(job: Job, me: ThreadWorker) -> Any:
-        nonlocal exchanges
-        returned = script(job, me)
-        exchanges = max(exchanges, me.exchanges)
-        return returned
-
-    assert results(counts, 3) == [expected] * 3
+    exchanges = count_exchanges(script, expected)
     for i in range(DEATHS):
         death = 3 + i * (exchanges - 5) // (DEATHS - 1)  # the last but one is not too late for one
         assert set(map(repr, results(script, 3, {i % 3: death}))) == {repr(expected)}
     return expected
+
+
+def count_exchanges(script: Script, expected: Any) -> int:
+    """Run a script on 3 workers; return a number of exchanges that each of them makes.
+
+    The number depends on the turns in which sums are made, by some per cent from run to run.
+    """
+    found: list[int] = []
+
+    def counts(job: Job, me: ThreadWorker) -> Any:
+        returned = script(job, me)
+        found.append(me.exchanges)
+        return returned
+
+    assert results(counts, 3) == [expected] * 3
+    return min(found) * 9 // 10
 
 
 def net(inputs: int = 6, seed: int = 3) -> nn.Module:

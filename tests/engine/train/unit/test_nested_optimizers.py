@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,6 +64,57 @@ def test_an_inner_optimizer_whose_state_is_not_in_the_outer_ones_is_refused() ->
         train(job, model, optimizer, scheduler, STEPS)
 
     refused(script, "the state of the SGD inside it is not in its state_dict()")
+
+
+class Holder:
+    """Has an optimizer without tensors in its state; `saves`: its state has the groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, saves: bool) -> None:
+        self.optimizer = optimizer
+        self._saves = saves
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [self.optimizer.state_dict()]} if self._saves else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._saves:
+            self.optimizer.load_state_dict(state["parts"][0])
+
+
+def held(*, saves: bool | None) -> Callable[[Job, ThreadWorker], Any]:
+    """Return a script that protects a scheduler, and its optimizer in a holder at most."""
+
+    def script(job: Job, me: ThreadWorker) -> Any:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = StepLR(optimizer, 2, 0.5)
+        if saves is None:
+            job.protect(model=model, scheduler=scheduler)
+        else:
+            holder = Holder(optimizer, saves=saves)
+            job.protect(model=model, holder=holder, scheduler=scheduler)
+        for step in job.steps(job.batches(dataset(), 3), until=12):
+            for x, y in step:
+                step.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return digest(model), optimizer.param_groups[0]["lr"]
+
+    return script
+
+
+def test_a_scheduler_does_not_protect_its_optimizer() -> None:
+    refused(held(saves=None), "is not protected, so that a worker that joins would not have")
+
+
+def test_a_holder_that_does_not_save_scheduled_rates_is_refused() -> None:
+    refused(held(saves=False), "the learning rates of the SGD inside it")
+
+
+@pytest.mark.slow
+def test_a_holder_that_saves_scheduled_rates_is_enough() -> None:
+    everywhere(held(saves=True))
 
 
 @pytest.mark.slow

@@ -106,8 +106,9 @@ class OptimizerWatch:
                 f"{name}, which updates {which}, is not protected, so that a worker that joins "
                 "would not have its state: job.protect(optimizer=...)"
             )
-        scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        if scheduled and all(_is_no_scheduler(each) for each in self._protected.values()):
+        if _is_scheduled(optimizer) and all(
+            _is_no_scheduler(each) for each in self._protected.values()
+        ):
             raise UserError(
                 f"a learning rate scheduler of {name} is not protected, so that a worker that "
                 "joins would begin with a fresh one: job.protect(scheduler=...)"
@@ -119,14 +120,21 @@ class OptimizerWatch:
         UserError if it is not.
         """
         mine = next((each for each in tensors_in(optimizer.state) if each.numel() > 1), None)
-        if mine is None:
+        if mine is None and not _is_scheduled(optimizer):
             return
         outer = self._inner.pop(id(optimizer))
-        if not _is_among(mine, tensors_in(self._protected[outer].state_dict())):
+        kept = self._protected[outer].state_dict()
+        if mine is not None and not _is_among(mine, tensors_in(kept)):
             raise UserError(
                 f"{outer} is protected, but the state of the {name} inside it is not in its "
                 "state_dict(), so that a worker that joins would begin with a fresh one: name "
                 "that optimizer in job.protect(...), too"
+            )
+        if mine is None and not _has_rates(kept, optimizer):
+            raise UserError(
+                f"{outer} is protected, but the learning rates of the {name} inside it, which a "
+                "scheduler changes, are not in its state_dict(), so that a worker that joins "
+                "would begin with the first ones: name that optimizer in job.protect(...), too"
             )
 
 
@@ -155,8 +163,29 @@ def _finish_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _holds(protected: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a protected object is this optimizer, or wraps it."""
+    """Return whether a protected object is this optimizer, or wraps it.
+
+    A scheduler has its optimizer as an attribute, and does not save its state.
+    """
+    if isinstance(protected, LRScheduler):
+        return False
     return any(each is optimizer for each in find_parts(protected, torch.optim.Optimizer))
+
+
+def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a scheduler changes the learning rates."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def _has_rates(kept: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a state has the present learning rates of an optimizer, at any depth."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if isinstance(kept, Mapping):
+        groups = kept.get("param_groups")
+        if isinstance(groups, list) and [group.get("lr") for group in groups] == rates:
+            return True
+        kept = tuple(kept.values())
+    return isinstance(kept, list | tuple) and any(_has_rates(each, optimizer) for each in kept)
 
 
 def _is_among(one: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
