@@ -227,7 +227,7 @@ def make_options(trial: Trial, failures: int, seed: int) -> Options:
         workers_min=1,
         task_s=trial.step_s / tasks,
         task_spread=TASK_SPREAD,
-        long_delays=0.0,
+        long_share=0.0,
         optimizer_s=0.0,
         boot_s=trial.start_s,
         load_s=trial.load_s,

@@ -151,7 +151,7 @@ class Options:
     #: A task takes `task_s`, more or less by up to this share.
     task_spread: float = 0.5
     #: This share of all delays is many times as long as usual.
-    long_delays: float = 0.02
+    long_share: float = 0.02
     #: Data and parity pieces in the nodes' memory; 0: there are none.
     pieces: tuple[int, int] = (0, 0)
     #: Steps from one state in the nodes' memory to the next.

@@ -121,7 +121,7 @@ class World:
         """Mostly about `typical_s`, now and then many times that, up to `DELAY_MAX` times."""
         rng = self.rng
         value = typical_s * (0.5 + rng.random())
-        if rng.random() >= self.options.long_delays:
+        if rng.random() >= self.options.long_share:
             return value
         self.truth.endings.record_delay(self.now, value * LONG)
         return value * LONG

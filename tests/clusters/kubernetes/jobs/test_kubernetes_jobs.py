@@ -70,7 +70,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def launched(cluster: KubernetesCluster, *options: str) -> tuple[KubernetesRun, Path]:
-    """Launch a job of three nodes; it goes on until the returned file appears."""
+    """Launch a job of three nodes; it trains until the returned file appears."""
     run = KubernetesRun(cluster, "--nodes", "3", "--drain-s", "10", *options)
     go = cluster.folder / "go"
     run.launch(str(SCRIPTS / "paced.py"), str(go), STEPS)
