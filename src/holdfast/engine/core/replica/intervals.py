@@ -105,6 +105,8 @@ class Exposure:
         self._replicate_every = self._policy.every or REPLICATE_MOST
         self._view: View | None = None
         self._members: frozenset[tuple[WorkerId, Incarnation]] = frozenset()
+        # The number of nodes on which the members are.
+        self._nodes = 0
         # Seconds of all workers together.
         self._worker_s = 0.0
         self._losses = 0
@@ -115,6 +117,7 @@ class Exposure:
         """Record a new view. A process that is missing in it counts as lost."""
         before, self._members = self._members, frozenset(view.incarnations)
         self._losses += len(before - self._members)
+        self._nodes = len({node for member in view.members for node in member.nodes})
         self._view = view
 
     def record_step(self, now: float) -> None:
@@ -145,15 +148,14 @@ class Exposure:
         view = self._view
         if view is None:
             return 1.0
-        nodes = len({node for member in view.members for node in member.nodes})
-        if nodes > 1 and self.workers > 1 and not self._policy.is_sharded:
+        if self._nodes > 1 and self.workers > 1 and not self._policy.is_sharded:
             return 0.0  # workers on other nodes hold the whole state
-        if nodes == 1 or not view.ring:
+        if self._nodes == 1 or not view.ring:
             return 1.0
         step_s = median(self._steps or [0.0])
         return chance_of_losing_pieces(
             self._policy.redundancy,
-            nodes,
+            self._nodes,
             loss_rate=1 / self.loss_mtbf_s,
             window_s=self._replicate_every * step_s,
         )
