@@ -57,6 +57,7 @@ def test_a_plugin_of_another_distribution_is_found(installed: str) -> None:
     assert "there is no command 'tally'" in run_command("", "tally").stderr
 
 
+@pytest.mark.timeout(300)
 def test_a_job_runs_on_a_manager_of_a_plugin(
     installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
