@@ -29,11 +29,13 @@ def results(
     *,
     all_return: bool = True,
     waits: bool = False,
+    may_survive: bool = False,
 ) -> list[Any]:
     """Run a script; return its results on the workers that have finished it.
 
     `settings`: options of the job, beside the number of workers. `all_return`: without deaths all
-    workers must reach the end. `waits`: wait for dead workers, until they have joined again."""
+    workers must reach the end. `waits`: wait for dead workers, until they have joined again.
+    `may_survive`: a run may end before the death that it is to have."""
     found: dict[WorkerId, Any] = {}
 
     def run(job: Job, me: ThreadWorker) -> None:
@@ -53,7 +55,8 @@ def results(
     assert outcome == ""
     newest = [worker.incarnation for worker in cluster.workers.values()]
     made = {worker.worker: worker.exchanges for worker in cluster.workers.values()}
-    assert not kill_at or max(newest) > 1 or len(found) < workers, (kill_at, made)
+    died = max(newest) > 1 or len(found) < workers
+    assert died or not kill_at or may_survive, (kill_at, made)
     assert found
     # A worker that dies at the end may not be needed again.
     assert kill_at or not all_return or len(found) == workers, cluster.events
@@ -68,14 +71,17 @@ def everywhere(script: Script) -> Any:
     exchanges = count_exchanges(script, expected)
     for i in range(DEATHS):
         death = 3 + i * (exchanges - 5) // (DEATHS - 1)  # the last but one is not too late for one
-        assert set(map(repr, results(script, 3, {i % 3: death}))) == {repr(expected)}
+        # A run that makes some exchanges less may end before the last of these deaths.
+        late = i == DEATHS - 1
+        found = results(script, 3, {i % 3: death}, may_survive=late)
+        assert set(map(repr, found)) == {repr(expected)}
     return expected
 
 
 def count_exchanges(script: Script, expected: Any) -> int:
-    """Run a script on 3 workers; return a number of exchanges that each of them makes.
+    """Run a script on 3 workers; return the exchanges of the worker that makes the fewest.
 
-    The number depends on the turns in which sums are made, by some per cent from run to run.
+    The number differs by some per cent from run to run, with the turns that sums are made in.
     """
     found: list[int] = []
 
@@ -85,7 +91,7 @@ def count_exchanges(script: Script, expected: Any) -> int:
         return returned
 
     assert results(counts, 3) == [expected] * 3
-    return min(found) * 9 // 10
+    return min(found)
 
 
 def net(inputs: int = 6, seed: int = 3) -> nn.Module:
