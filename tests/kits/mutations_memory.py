@@ -20,6 +20,7 @@ from holdfast.engine.core.redundancy import KeptPieces, Piece, Recall
 from holdfast.engine.core.replica import replicating
 from holdfast.engine.core.replica.replicating import Replicating
 from holdfast.engine.core.replica.saves import Saves
+from holdfast.engine.core.step.judging import Judgement
 from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.verdicts import Decided
 from holdfast.engine.core.types import AgentId
@@ -69,17 +70,18 @@ def what_nobody_has_committed_is_recalled(patch: pytest.MonkeyPatch) -> Machines
 
 @mutation
 def it_votes_before_its_pieces_are_in_memory(patch: pytest.MonkeyPatch) -> Machines:
-    plain = StepMachine._accept
+    plain = StepMachine._carry_out
 
-    def accept(self: StepMachine) -> None:
-        plain(self)
-        *before, last = self._standing.take_effects()
-        self._standing.order(*before)
-        if isinstance(last, ef.KeepStep) and last.sink is SinkKind.MEMORY:
-            self.handle_kept_gradient(self.step, full=False)
-        self._standing.order(last)
+    def carry_out(self: StepMachine, judgement: Judgement) -> None:
+        plain(self, judgement)
+        effects = self._standing.take_effects()
+        kept = [e for e in effects if isinstance(e, ef.KeepStep) and e.sink is SinkKind.MEMORY]
+        self._standing.order(*(e for e in effects if e not in kept))
+        if kept:
+            self.handle_kept_gradient(self.course.step, full=False)
+        self._standing.order(*kept)
 
-    patch.setattr(StepMachine, "_accept", accept)
+    patch.setattr(StepMachine, "_carry_out", carry_out)
     return Machines()
 
 

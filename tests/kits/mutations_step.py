@@ -15,11 +15,14 @@ from holdfast.engine.core.replica.copies import RoomWait
 from holdfast.engine.core.replica.replica import StoreWait
 from holdfast.engine.core.replica.saves import Saves
 from holdfast.engine.core.step import backup
+from holdfast.engine.core.step.activities import Activity
 from holdfast.engine.core.step.audit import Audit
 from holdfast.engine.core.step.backup import Settlement
+from holdfast.engine.core.step.judging import Judged, Judging
 from holdfast.engine.core.step.open_step import OpenStep
 from holdfast.engine.core.step.rulings import Rulings
-from holdfast.engine.core.step.step_machine import Activity, StepMachine
+from holdfast.engine.core.step.script_tasks import ScriptTasks
+from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.verdicts import Doubted
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker import machine
@@ -149,22 +152,25 @@ def a_wrong_sum_is_not_put_right(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def members_vote_before_their_sums_were_checked(patch: pytest.MonkeyPatch) -> Machines:
-    class Hasty(StepMachine):
-        def _check_sums(self) -> None:
-            self._vote(is_believed=True)
+    def check(self: Judging) -> Judged:
+        self._course.go_to(Activity.CHECK_SUMS)
+        return Judged(is_believed=True)
 
-    return machines_with(patch, Hasty)
+    patch.setattr(Judging, "_check_sums", check)
+    return Machines()
 
 
 @mutation
 def the_redo_is_forgotten_when_a_task_is_under_way(patch: pytest.MonkeyPatch) -> Machines:
-    class Forgetful(StepMachine):
-        def _redo(self, audits: Sequence[Audit]) -> None:
-            super()._redo(audits)
-            if self.activity is Activity.REDO:
-                self._activity = Activity.TASKS
+    plain = ScriptTasks.repeat
 
-    return machines_with(patch, Forgetful)
+    def repeat(self: ScriptTasks, audits: Sequence[Audit]) -> None:
+        plain(self, audits)
+        if self._course.activity is Activity.REDO:
+            self._course.go_to(Activity.TASKS)
+
+    patch.setattr(ScriptTasks, "repeat", repeat)
+    return Machines()
 
 
 # ---------------------------------------------------------------- speculative tasks

@@ -40,6 +40,11 @@ class Standing:
         seq = self.status.seq + 1
         self.status = dataclasses.replace(self.status, seq=seq, **fields)  # type: ignore[arg-type]
 
+    def record_reduced(self, reduced: bool) -> None:
+        """Record whether the complete gradient of the step is here and may be used."""
+        if reduced != self.status.reduced:
+            self.change(reduced=reduced)
+
     def order(self, *effects: WorkerEffect) -> None:
         """Order these effects of the driver, after the earlier ones."""
         self._effects.extend(effects)

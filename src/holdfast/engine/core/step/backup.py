@@ -138,23 +138,26 @@ class CountedMembers:
     def _report_done(self, step: int, used: int) -> None:
         number = self._view.number
         if self._view.rank(self._standing.me) == FIRST:
-            self.record_done(MemberDone(number, FIRST, step, used))
+            self.record(MemberDone(number, FIRST, step, used))
         else:
             self._standing.order(SendDone(number, step, used))
 
-    def record_done(self, event: MemberDone) -> bool:
-        """Record, as the first member, that a member is done; return whether it is another one."""
-        if self._settlement is None:
+    def record(self, event: MemberDone | CountSettled) -> bool:
+        """Take in a member's report, as the first member, or the ranks that the first has settled.
+
+        Return whether the event is from another member.
+        """
+        settlement = self._settlement
+        if isinstance(event, CountSettled):
+            if settlement is not None:
+                settlement.record_settled(event.step, event.ranks)
+            return True
+        if settlement is None:
             return False
-        counted = self._settlement.record_done(event.rank, event.step, event.samples)
+        counted = settlement.record_done(event.rank, event.step, event.samples)
         if counted and len(self._view.members) > 1:
             self._standing.order(SendCounted(self._view.number, event.step, counted))
         return event.rank != FIRST
-
-    def record_settled(self, event: CountSettled) -> None:
-        """Record the ranks whose results of a step count, as the first member has settled."""
-        if self._settlement is not None:
-            self._settlement.record_settled(event.step, event.ranks)
 
     def drops(self, step: int) -> bool:
         """Return whether this member's results of the step are known not to count."""

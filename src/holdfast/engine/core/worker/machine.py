@@ -79,8 +79,8 @@ class WorkerMachine:
         if not self._standing.acts:
             return None
         step = self._step
-        late_at = step.watch.late_at(counts=step.is_timed)
-        look_at = step.watch.look_at(counts=step.is_timed, synced=step.is_synced)
+        late_at = step.watch.late_at(counts=step.tasks.is_timed)
+        look_at = step.watch.look_at(counts=step.tasks.is_timed, synced=step.course.is_synced)
         return min(self._standing.acting_until, late_at, look_at)
 
     def snapshot(self) -> WorkerStatus:
@@ -95,7 +95,7 @@ class WorkerMachine:
     @property
     def owners(self) -> tuple[WorkerId, ...]:
         """Return the host of each virtual rank in the step to be committed next."""
-        return self._step.owners
+        return self._step.course.owners
 
     @property
     def lateness(self) -> Lateness:
@@ -122,12 +122,12 @@ class WorkerMachine:
         number = view.number if view else NO_VIEW
         require(status.view == number, f"status shows view {status.view}, installed is {number}")
         require(not status.reduced or status.has_state, "a gradient without a state")
-        steps = self._standing.acts and self._step.is_synced
+        steps = self._standing.acts and self._step.course.is_synced
         require(not steps or status.has_state, "steps without a state")
         is_brought_up = self._replica.stage is SyncStage.CURRENT
         require(not steps or is_brought_up, f"steps while {self._replica.stage.value}")
         self._replica.check()
-        self._step.check()
+        self._step.course.check(has_sums=self._step.judging.sums is not None)
 
     # ------------------------------------------------------------ events
 
@@ -232,7 +232,7 @@ class WorkerMachine:
                 replica.record_restore()
             case ev.StepObtained(_, _, missed) if acts:
                 if replica.commit_missed(missed):
-                    step.record_commit(step.owners)
+                    step.record_commit(step.course.owners)
             case ev.ObtainFailed(damaged=damaged) if acts or damaged is not None:
                 replica.record_obtain_failure(event)
                 why = f"cannot get the state ({event.reason})"
@@ -244,7 +244,7 @@ class WorkerMachine:
             self._handle_feed_failure(event.order, event.reason)
             return
         if self._following.hear(event) and self._following.joins_fed:
-            self._step.record_commit(self._step.owners)
+            self._step.record_commit(self._step.course.owners)
         self._follow()
 
     def _handle_group(self, event: ev.GroupEvent) -> None:
@@ -259,19 +259,17 @@ class WorkerMachine:
                 step.handle_kept_gradient(kept, full=full)
             case ev.StatesCompared(_, prints):
                 if replica.record_comparison():
-                    step.judge_states(dict(prints)) if prints else step.agree()
+                    step.judging.judge_states(dict(prints)) if prints else step.agree()
             case ev.Gathered():
                 self._conclude(step.handle_gathered(event))
             case ev.Summed():
                 step.handle_sums(event)
             case ev.SumChecked():
                 step.handle_sum_check(event)
-            case ev.MemberDone():
-                step.handle_member_done(event)
-            case ev.CountSettled():
-                step.handle_count(event)
+            case ev.MemberDone() | ev.CountSettled():
+                step.handle_counted(event)
             case ev.StillAwaited():
-                step.handle_late_members(event)
+                step.tasks.copy_late(event)
             case _:
                 assert_never(event)
 
@@ -311,11 +309,11 @@ class WorkerMachine:
         if vote.pending:
             self._membership.announce_end()
         tasks, hosted = len(status.hosted), status.hosted
-        if vote.owners != step.owners:
+        if vote.owners != step.course.owners:
             hosted = tuple(v for v, owner in enumerate(vote.owners) if owner == status.worker)
         # All other members needed this worker's share of the step, which it sent after this moment.
         proved_at = step.watch.lateness.began_at
-        step.watch.lateness.record_step(standing.now, tasks, timed=step.is_timed)
+        step.watch.lateness.record_step(standing.now, tasks, timed=step.tasks.is_timed)
         standing.change(
             committed=vote.step + 1,
             reduced=False,
@@ -351,7 +349,7 @@ class WorkerMachine:
             view.number
         ):
             self._membership.promise_at_rest(view.number)
-        elif view.joiners and not self._step.is_synced and not self._replica.is_behind(view):
+        elif view.joiners and not self._step.course.is_synced and not self._replica.is_behind(view):
             self._catch_up()
         else:
             self._replica.begin()
@@ -376,7 +374,7 @@ class WorkerMachine:
         """Give the view up if the right to act has ended; else look for members that are late."""
         if self._standing.acts and not self._membership.is_fenced():
             step = self._step
-            step.watch.look(counts=step.is_timed, synced=step.is_synced)
+            step.watch.look(counts=step.tasks.is_timed, synced=step.course.is_synced)
 
     # ------------------------------------------------------------ what was missed, or fed
 
