@@ -214,7 +214,7 @@ class ThreadCluster:
     @property
     def feed(self) -> FollowOrder | None:
         """Return the order to feed workers that holds now."""
-        return self._coordinator._followers.order
+        return self._coordinator._job.followers.order
 
     def comes_back(self, worker: WorkerId) -> bool:
         """Return whether a worker that ended is soon started again; one in quarantine is not."""

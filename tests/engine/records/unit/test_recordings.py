@@ -168,7 +168,7 @@ def test_a_decision_that_was_altered_is_found(tmp_path: Path) -> None:
 
 
 def test_the_digest_of_a_decision_depends_on_every_view_in_it() -> None:
-    plain = CoordinatorMachine(SPEC.policy(), 3, None, 0.0)._orders()
+    plain = CoordinatorMachine(SPEC.policy(), 3, None, 0.0).orders()
 
     def view(step: int) -> View:
         number, leader = ViewNumber(1), WorkerId(0)

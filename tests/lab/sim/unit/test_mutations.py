@@ -41,12 +41,13 @@ from holdfast.engine.core.membership.agent import AgentMachine
 from holdfast.engine.core.membership.coordinator import CoordinatorMachine
 from holdfast.engine.core.membership.durable import Durable
 from holdfast.engine.core.membership.facts import Facts
+from holdfast.engine.core.membership.job_state import JobState
 from holdfast.engine.core.membership.live_roster import LiveRoster, News
 from holdfast.engine.core.membership.liveness import FreezeDetector
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.membership.view_making import resume_step
 from holdfast.engine.core.step.verdicts import Decided
-from holdfast.engine.core.types import RELEASE_ALL, ViewNumber
+from holdfast.engine.core.types import ViewNumber
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.core.worker.membership import Membership
 from holdfast.engine.core.worker_status import ReplicaStage, WorkerStatus
@@ -413,8 +414,8 @@ def frozen_worker_is_never_noticed(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def last_worker_is_left_without_its_votes(patch: pytest.MonkeyPatch) -> Machines:
     class Leaving(CoordinatorMachine):
-        def _plan_view(self, facts: Facts) -> co.Plan:
-            return [] if self._release_loop == RELEASE_ALL else super()._plan_view(facts)
+        def _decide_view(self, facts: Facts, job: JobState) -> co.Plan:
+            return [] if job.is_finishing else super()._decide_view(facts, job)
 
     return Machines(coordinator=Leaving)
 

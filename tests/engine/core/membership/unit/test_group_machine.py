@@ -10,7 +10,7 @@ import pytest
 from group_world import POLICY, GroupWorld, WrongError
 from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.errors import InvariantError
-from holdfast.engine.core.membership import group
+from holdfast.engine.core.membership import group_decisions
 from holdfast.engine.core.membership.agent import AgentMachine
 from holdfast.engine.core.membership.changes import OrderNext, PutSlot
 from holdfast.engine.core.membership.coordinator_events import (
@@ -22,7 +22,8 @@ from holdfast.engine.core.membership.coordinator_events import (
     SendDirective,
 )
 from holdfast.engine.core.membership.facts import Facts
-from holdfast.engine.core.membership.group import GroupMachine, restore_slots
+from holdfast.engine.core.membership.group import GroupMachine
+from holdfast.engine.core.membership.group_decisions import GroupState, restore_slots
 from holdfast.engine.core.membership.group_faults import Trials
 from holdfast.engine.core.membership.job_changes import EndJob
 from holdfast.engine.core.membership.liveness import ActivityMeter, ActivitySample
@@ -57,21 +58,21 @@ def test_many_worlds(loses_journal: bool, nodes_max: int) -> None:
 
 
 def nobody_waits_for_the_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupMachine, "_is_gone", lambda self, now: True)
+    patch.setattr(GroupState, "is_gone", lambda self, facts: True)
 
 
 def a_silent_node_is_lost_at_once(patch: pytest.MonkeyPatch) -> None:
-    def lost(self: GroupMachine, name: AgentId, now: float) -> bool:
-        return now >= self._heard_at(name) + 1.5
+    def lost(self: GroupState, name: AgentId, facts: Facts) -> bool:
+        return facts.now >= self.heard_at(name) + 1.5
 
-    patch.setattr(GroupMachine, "_is_node_lost", lost)
+    patch.setattr(GroupState, "is_node_lost", lost)
 
 
 def a_node_alone_is_fenced_as_others_are(patch: pytest.MonkeyPatch) -> None:
-    def lost(self: GroupMachine, name: AgentId, now: float) -> bool:
-        return now >= self._heard_at(name) + self._policy.lease.fence_s
+    def lost(self: GroupState, name: AgentId, facts: Facts) -> bool:
+        return facts.now >= self.heard_at(name) + self.policy.lease.fence_s
 
-    patch.setattr(GroupMachine, "_is_node_lost", lost)
+    patch.setattr(GroupState, "is_node_lost", lost)
 
 
 def it_is_told_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
@@ -85,28 +86,28 @@ def it_is_told_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def numbers_begin_anew(patch: pytest.MonkeyPatch) -> None:
-    plain = group.form_view
+    plain = group_decisions.form_view
 
     def form(*words: object) -> object:
         view = plain(*words)  # type: ignore[arg-type]
         return dataclasses.replace(view, number=ViewNumber(1 + view.number % 3))
 
-    patch.setattr(group, "form_view", form)
+    patch.setattr(group_decisions, "form_view", form)
     patch.setattr(GroupMachine, "check", lambda self: None)
 
 
 def one_that_is_done_is_enough(patch: pytest.MonkeyPatch) -> None:
-    plain = GroupMachine._plan_supervision
+    plain = group_decisions.decide_supervision
 
-    def supervise(self: GroupMachine, facts: Facts) -> group.Plan:
+    def supervise(facts: Facts, group: GroupState) -> group_decisions.Plan:
         done = any(status.stage is Stage.EXITED for status in facts.roster.newest.values())
-        return [EndJob("")] if done and self._is_running() else plain(self, facts)
+        return [EndJob("")] if done and group.is_running(facts.view) else plain(facts, group)
 
-    patch.setattr(GroupMachine, "_plan_supervision", supervise)
+    patch.setattr(group_decisions, "decide_supervision", supervise)
 
 
 def nobody_sees_that_it_hangs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupMachine, "_still_since", lambda self: float("inf"))
+    patch.setattr(GroupState, "still_since", lambda self: float("inf"))
 
 
 def who_died_with_its_agent_is_not_missed(patch: pytest.MonkeyPatch) -> None:
@@ -294,6 +295,19 @@ def test_a_group_that_does_nothing_hangs() -> None:
     for _ in range(100):
         desk.report(view=1)
     assert "the group hangs" in desk.texts()[-1]
+
+
+def test_a_coordinator_that_stood_still_takes_no_node_for_lost() -> None:
+    """It has received no report for as long as that, from whatever node."""
+    desk = Desk()
+    desk.report()
+    desk.report()
+    desk.report(view=1)
+    desk.pass_s(POLICY.lease.abandon_s + POLICY.lease.margin_s + 1.0)
+    desk.report(view=1)
+    assert desk.machine.view is not None
+    assert (desk.machine.view.number, desk.machine.outcome) == (1, None)
+    assert len(desk.texts()) == 1, "the group was formed, and that is all"
 
 
 def test_progress_forgives_earlier_faults() -> None:
