@@ -210,6 +210,7 @@ class SlurmJob:
         return [self.job.script_host()]
 
     def serving(self) -> dict[str, str]:
+        self._slurm.resume_blamed()
         return find_serving(self.job.run, lambda: asyncio.run(self._observe()))
 
     async def _observe(self) -> Sequence[Placement]:

@@ -116,7 +116,9 @@ class FleetNode:
         present = [p for p in listed if p.holding is not Holding.ENDED]
         if not present:
             self.missing_at = max(self.missing_at, asked_at)
-            was = self.kept is not None or bool(listed) or self.heard
+            # A manager may list a request that it has refused: it never gave this placement.
+            given = self.granted_at is not None or any(p.host for p in listed)
+            was = self.kept is not None or (bool(listed) and given) or self.heard
             self.host = self.host or (listed[0].host if listed else "")
             self.kept, self.copies, self.notice, self.waits_since = None, (), None, None
             self.stuck_since = None

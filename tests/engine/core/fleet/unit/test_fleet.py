@@ -132,6 +132,25 @@ def test_a_waiting_request_is_made_anew_once_a_host_may_be_used_again() -> None:
     assert [e.avoid for e in again if isinstance(e, fe.Request)] == [()]
 
 
+def test_a_request_that_is_refused_soon_accepts_hosts_that_have_failed() -> None:
+    """Slurm refuses a job that every host is barred from, and lists it as ended."""
+    machine = three_nodes()
+    machine.handle(fe.JobHeard((serving(1), serving(2), serving(3, members=0, silent=True))), 2.0)
+    asked = [e for e in machine.handle(Tick(), 7.0) if isinstance(e, fe.Request)]
+    at, avoided = 7.0, []
+    while asked and at < 60.0:
+        (request,) = asked
+        avoided.append(request.avoid)
+        refused = Placement(id=request.id, handle="4", holding=Holding.ENDED, why="BadConstraints")
+        machine.handle(fe.RequestAnswered(request.id, "it is not available"), at + 0.1)
+        machine.handle(fe.Observed((placed(1), placed(2), refused), at + 0.2), at + 0.2)
+        asked = []
+        while not asked and at < 60.0 and avoided[-1]:
+            at += 1.0
+            asked = [e for e in machine.handle(Tick(), at) if isinstance(e, fe.Request)]
+    assert avoided == [("h3",), ("h3",), ("h3",), ()]
+
+
 @pytest.mark.parametrize("why", ["", "OOMKilled"])
 def test_a_lost_node_is_noted_with_the_managers_reason(why: str) -> None:
     machine = three_nodes()
