@@ -84,10 +84,11 @@ class ClusterRun:
         return 0
 
 
-def run_undisturbed(folder: Path, steps: str = STEPS, script: str = SCRIPT) -> str:
-    """Run the same job on this machine alone; return its digest."""
-    (folder / "go").touch()
-    with LocalRun(folder / "run", OPTIONS, [script, str(folder / "go"), steps]) as run:
+def run_undisturbed(folder: Path, *words: str, script: str = SCRIPT) -> str:
+    """Run the same job on this machine alone; return its digest. `words`: of the script."""
+    go = folder / "go"
+    go.touch()
+    with LocalRun(folder / "run", OPTIONS, [script, str(go), *(words or (STEPS,))]) as run:
         return finish(run)
 
 

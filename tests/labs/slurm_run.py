@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,12 @@ class SlurmRun:
         slurm: SlurmCluster,
         *options: str,
         script: str = SCRIPT,
-        steps: str = STEPS,
+        steps: Sequence[str] = (STEPS,),
     ) -> None:
         self.run_dir, self.go, self.slurm = tmp_path / "run", tmp_path / "go", slurm
         self.environment: list[str] = []  # variables that the user of sbatch has set
         words = ["--run-dir", str(self.run_dir), "--host", "127.0.0.1", "--write-script"]
-        words += [*options, *OPTIONS, script, str(self.go), steps]
+        words += [*options, *OPTIONS, script, str(self.go), *steps]
         assert main(["launch", "slurm", *words]) == 0
 
         def submit(command: list[str], **how: Any) -> subprocess.Popen[str]:

@@ -1,6 +1,6 @@
 """Trains slowly until a file appears, then as fast as it can; the last line is the digest.
 
-paced.py FILE [STEPS]
+paced.py FILE [STEPS [PACE_S]]
 
 The worker whose number FILE.late holds is late in every step that it computes. The first one that
 finds FILE.hungry removes it, and takes as many bytes of memory as it says.
@@ -18,7 +18,7 @@ import torch
 
 import holdfast
 
-PACE_S, LATE_S = 0.3, 5.0
+PACE_S, LATE_S = 0.3, 5.0  # seconds for each step, and for each task of a late worker
 
 
 def is_late(path: str, worker: int) -> bool:
@@ -39,7 +39,7 @@ def take_memory(path: str) -> bytearray | None:
     return bytearray(b"x") * int(Path(mine).read_text())
 
 
-def main(go: str, steps: int) -> None:
+def main(go: str, steps: int = 300, pace_s: float = PACE_S) -> None:
     torch.manual_seed(0)
     job = holdfast.join()
     model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.Dropout(0.2), torch.nn.ReLU())
@@ -56,7 +56,7 @@ def main(go: str, steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if not os.path.exists(go):
-            time.sleep(PACE_S)
+            time.sleep(pace_s)
     if job.is_leader:
         digest = hashlib.sha256()
         for value in model.state_dict().values():
@@ -65,4 +65,4 @@ def main(go: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 300)
+    main(sys.argv[1], *map(int, sys.argv[2:3]), *map(float, sys.argv[3:]))

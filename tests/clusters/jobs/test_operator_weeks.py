@@ -36,7 +36,9 @@ from labs.slurm_cluster import SlurmCluster, our_processes
 from labs.slurm_run import SlurmRun
 from labs.yarn_lab import YarnLab
 
-STEPS = "4000"
+# Steps, and the seconds that each takes until the acts are over: 20 minutes. Afterwards the job
+# goes on as fast as it can.
+STEPS = ("1500", "0.8")
 HOSTS, NODES, ACTS = 4, 3, 8
 END_S = 900.0  # the steps that are left, on a busy machine
 
@@ -75,8 +77,8 @@ class LaunchedJob:
         self.go, self.folder = folder / "go", folder / "run"
         command = ("launch", *asked, "--host", "127.0.0.1", "--run-dir", str(self.folder))
         command += ("--nodes", str(NODES), "--nodes-min", "1", "--wait-for-nodes")
-        command += ("--store", str(folder / "store"), "--save-every", "50", "--abandon-s", "8")
-        self.run = LocalRun(self.folder, OPTIONS, [SCRIPT, str(self.go), STEPS], command=command)
+        command += ("--store", str(folder / "store"), "--save-every", "20", "--abandon-s", "8")
+        self.run = LocalRun(self.folder, OPTIONS, [SCRIPT, str(self.go), *STEPS], command=command)
         self.more_acts: Acts = {
             "the fleet dies": self._lose_fleet,
             "the launcher dies and is resumed": self._resume,
@@ -187,7 +189,7 @@ class SlurmJob:
     notice_s = 30.0
 
     def __init__(self, folder: Path, slurm: SlurmCluster) -> None:
-        store = ("--store", str(folder / "store"), "--save-every", "50", "--abandon-s", "8")
+        store = ("--store", str(folder / "store"), "--save-every", "20", "--abandon-s", "8")
         nodes = ("--nodes", str(NODES), "--nodes-min", "1")
         self.job = SlurmRun(folder, slurm, *nodes, *store, steps=STEPS)
         self._slurm, self.kill, self.away = slurm, slurm.kill, slurm.away
@@ -286,12 +288,12 @@ class KubernetesJob:
     notice_s = 120.0
 
     def __init__(self, cluster: KubernetesCluster) -> None:
-        store = ("--store", str(cluster.folder / "store"), "--save-every", "50")
+        store = ("--store", str(cluster.folder / "store"), "--save-every", "20")
         self.hosts, self._cluster = cluster.hosts, cluster
         self.kill, self.away, self.drain = cluster.kill, cluster.away, cluster.drain
         self.run = KubernetesRun(cluster, "--nodes", str(NODES), "--nodes-min", "1", *store)
         self._go = cluster.folder / "go"
-        self.run.launch(SCRIPT, str(self._go), STEPS)
+        self.run.launch(SCRIPT, str(self._go), *STEPS)
         self.more_acts: Acts = {"the coordinator's pod is deleted": self._lose_coordinator}
 
     def serving(self) -> dict[str, str]:
@@ -334,7 +336,7 @@ Opened = Callable[[Path], contextlib.AbstractContextManager[Any]]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), *STEPS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
