@@ -284,6 +284,8 @@ class FleetWorld:
             self._accept(id_, "", avoid).listed = Holding.WAITING
         elif not known and not free:
             problem = "there is no room"
+            refused = self._accept(id_, "", avoid)  # Slurm lists such a job as one that has ended
+            refused.listed, refused.alive = Holding.ENDED, False
         elif not known:
             for host in self.rng.sample(free, 2 if self._doubles() and len(free) > 1 else 1):
                 self._begin(self._accept(id_, host, avoid))
