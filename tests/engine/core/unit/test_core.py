@@ -20,6 +20,7 @@ from holdfast.engine.core.membership.formation import Facts, choose_unreachable
 from holdfast.engine.core.membership.lease import acting_deadline, fence_time
 from holdfast.engine.core.membership.live_roster import LiveRoster
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
+from holdfast.engine.core.membership.outbox import list_wanted
 from holdfast.engine.core.membership.roster import SlotState
 from holdfast.engine.core.membership.view_making import resume_step
 from holdfast.engine.core.partition import part_of
@@ -467,12 +468,12 @@ def test_a_drained_node_stays_so_when_another_begins_to_fail() -> None:
 def test_a_node_that_is_well_again_is_used_again() -> None:
     found = nodes_asking({"n3": "disk"})
     drain_now(found)
-    ordered = [each.incarnation for each in found.roster.processes_for(AgentId("n3"), None)]
+    ordered = [each.incarnation for each in list_wanted(found.roster, AgentId("n3"), None)]
     renew(found, asking("n3", 2, "", ""))
     drain_now(found)
     assert drained(found) == []
     assert ordered == []
-    assert [each.incarnation for each in found.roster.processes_for(AgentId("n3"), None)] == [2]
+    assert [each.incarnation for each in list_wanted(found.roster, AgentId("n3"), None)] == [2]
 
 
 def test_an_error_is_told_in_one_line_whatever_it_says() -> None:

@@ -11,6 +11,7 @@ from holdfast.engine.core.domains import has_other_keys, join_labels, read_domai
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.membership.agent import AgentMachine, AgentPolicy, Labelled, SendReport
 from holdfast.engine.core.membership.live_roster import LiveRoster, News
+from holdfast.engine.core.membership.roster import describe_nodes
 from holdfast.engine.core.types import AgentId, Incarnation
 
 
@@ -50,7 +51,7 @@ def test_an_agent_reports_its_domains_at_once_and_the_coordinator_shows_them() -
     assert not agent.handle(Labelled(("rack=r7",)), 0.2)
     roster = LiveRoster(None, 0.0)
     assert roster.hear(effect.report, 0.3) is News.CHANGE
-    assert [node.domains for node in roster.snapshot(())] == [("rack=r7",)]
+    assert [node.domains for node in describe_nodes(roster, ())] == [("rack=r7",)]
 
 
 def test_a_launch_takes_no_domain_for_all_its_nodes(

@@ -34,7 +34,7 @@ from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator as co
 from holdfast.engine.core.membership import coordinator_events as ce
-from holdfast.engine.core.membership import decision_loop, formation
+from holdfast.engine.core.membership import decision_loop, decisions, formation
 from holdfast.engine.core.membership import facts as facts_module
 from holdfast.engine.core.membership import lease as le
 from holdfast.engine.core.membership.agent import AgentMachine
@@ -413,11 +413,13 @@ def frozen_worker_is_never_noticed(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def last_worker_is_left_without_its_votes(patch: pytest.MonkeyPatch) -> Machines:
-    class Leaving(CoordinatorMachine):
-        def _decide_view(self, facts: Facts, job: JobState) -> co.Plan:
-            return [] if job.is_finishing else super()._decide_view(facts, job)
+    plain = decisions.decide_view
 
-    return Machines(coordinator=Leaving)
+    def decide(facts: Facts, job: JobState, number: ViewNumber) -> co.Plan:
+        return [] if job.is_finishing else plain(facts, job, number)
+
+    patch.setattr(decisions, "decide_view", decide)
+    return Machines()
 
 
 @mutation

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from holdfast.engine.core.directives import AgentReport, Directive, WantedProcess
 from holdfast.engine.core.errors import require
@@ -33,7 +34,7 @@ from holdfast.engine.core.membership.coordinator_events import (
     StopRequested,
 )
 from holdfast.engine.core.membership.decision_loop import SKIPPED, DecisionLoop
-from holdfast.engine.core.membership.facts import Facts, LatestFacts
+from holdfast.engine.core.membership.facts import Facts, LatestFacts, has_witness
 from holdfast.engine.core.membership.job_changes import (
     AwaitBeginners,
     CoordinatorChange,
@@ -54,10 +55,12 @@ from holdfast.engine.core.membership.job_changes import (
 from holdfast.engine.core.membership.job_end import Stopping
 from holdfast.engine.core.membership.job_state import JobState, recall_state
 from holdfast.engine.core.membership.live_roster import News
+from holdfast.engine.core.membership.outbox import list_finishing
+from holdfast.engine.core.membership.roster import describe_nodes
 from holdfast.engine.core.membership.view_making import check_view
 from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.types import RELEASE_ALL, AgentId, ViewNumber
-from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.views import View
 
 Decision = Callable[[Facts, JobState], Plan]
 
@@ -92,7 +95,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             step=job.progress.step,
             stop_view=job.view_end.stopped,
             pending_view=job.view_end.planned,
-            agents=self._roster.snapshot(job.attendance.silent),
+            agents=describe_nodes(self._roster, job.attendance.silent),
         )
 
     def foresee_loss(self, node: AgentId, now: float) -> str:
@@ -118,27 +121,15 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if learns:
             self._learn(report, now)
         job.durable.hear(filter(roster.is_ordered, report.workers))
-        self._note_step(report, now)
+        if job.note_steps(report, self._view):
+            job.agenda.change(now)
         due = learns or news is News.CHANGE or job.handover.awaits_reports
         if due or report.agent in job.agenda.silent:
             job.agenda.change(now)
-        if job.witness_at is None and news is News.CHANGE and self._view is not None:
-            members = (self._view.member(w) for w in roster.workers_on(report.agent))
-            if any(m is not None and self._is_witness(m) for m in members):
+        if job.witness_at is None and news is News.CHANGE:
+            if has_witness(roster, self._view, report.agent):
                 job.witness_at = now
         return learns or not roster.nodes[report.agent].fresh
-
-    def _note_step(self, report: AgentReport, now: float) -> None:
-        view, job = self._view, self._job
-        for status in report.workers:
-            if view is not None and view.includes(status.worker, status.incarnation):
-                if job.progress.record_step(status.committed) and view.suspended:
-                    job.agenda.change(now)  # suspended workers fall further behind
-
-    def _is_witness(self, member: Member) -> bool:
-        status = self._roster.status(member.worker, member.incarnation)
-        has_promised = status is not None and status.promised >= self._number
-        return has_promised or self._roster.is_dead(member.worker, member.incarnation)
 
     def _learn(self, report: AgentReport, now: float) -> None:
         """Adopt the newest view that any agent knows, after the journal was lost."""
@@ -220,7 +211,9 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         go_through(decisions.decide_end, decisions.decide_release, decisions.decide_finish)
         if not job.is_finishing or self._facts(now).has_unfinished():
             go_through(decisions.decide_stop, decisions.decide_separation)
-            go_through(self._decide_replacements, self._decide_view)
+            number = self._next_number
+            go_through(partial(decisions.decide_replacements, number=number))
+            go_through(partial(decisions.decide_view, number=number))
         if not job.is_finishing:
             go_through(decisions.decide_feeding, decisions.decide_change)
             go_through(decisions.decide_last_saves)
@@ -233,12 +226,6 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             # Until now no worker could be ordered to continue.
             self._apply([EndLearning(), Stir()], now)
         return self._learn_until is None
-
-    def _decide_replacements(self, facts: Facts, job: JobState) -> Plan:
-        return decisions.decide_replacements(facts, job, self._next_number)
-
-    def _decide_view(self, facts: Facts, job: JobState) -> Plan:
-        return decisions.decide_view(facts, job, self._next_number)
 
     def _carry_out(self, change: CoordinatorChange, now: float) -> Sequence[Announce]:
         job = self._job
@@ -321,7 +308,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if not self._job.is_finishing or self._outcome is not None:
             return super().processes_for(name)
         undecided = self._learn_until is not None
-        return () if undecided else tuple(self._roster.processes_to_finish(name, self._view))
+        return () if undecided else tuple(list_finishing(self._roster, name, self._view))
 
     def _record(self) -> JobRecord:
         job = self._job

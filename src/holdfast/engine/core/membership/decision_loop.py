@@ -28,7 +28,8 @@ from holdfast.engine.core.membership.coordinator_events import (
 )
 from holdfast.engine.core.membership.event_log import EventChain
 from holdfast.engine.core.membership.live_roster import LiveRoster
-from holdfast.engine.core.membership.outbox import Outbox
+from holdfast.engine.core.membership.outbox import Outbox, list_wanted
+from holdfast.engine.core.membership.roster import describe_nodes, have_all_ended
 from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.types import NO_VIEW, AgentId, Incarnation, Tick, ViewNumber
 from holdfast.engine.core.views import View
@@ -110,7 +111,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
             self._persisted = record
             effects.insert(0, Persist(record))
         effects += self._outbox.list_new(self, reply_to)
-        over = self._outcome is not None and self._roster.is_over(now, self._lease.fence_s)
+        over = self._outcome is not None and have_all_ended(self._roster, now, self._lease.fence_s)
         if over and not self._finished:
             self._finished = True
             effects.append(Finish(self._outcome or ""))
@@ -152,7 +153,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
         """Return the processes that a node should run."""
         if self._outcome is not None or self._learn_until is not None:
             return ()
-        return tuple(self._roster.processes_for(name, self._view))
+        return tuple(list_wanted(self._roster, name, self._view))
 
     # ------------------------------------------------------------ knowing
 
@@ -176,7 +177,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
             step=0,
             stop_view=NO_VIEW,
             pending_view=NO_VIEW,
-            agents=self._roster.snapshot(()),
+            agents=describe_nodes(self._roster, ()),
             workers=tuple(s for _, s in sorted(self._roster.newest.items())),
             finished=self._finished,
             freed=tuple(each.agent for each in self.orders().freed),

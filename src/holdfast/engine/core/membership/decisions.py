@@ -24,6 +24,7 @@ from holdfast.engine.core.membership.job_changes import (
 from holdfast.engine.core.membership.job_state import JobState
 from holdfast.engine.core.membership.next_view import NextView
 from holdfast.engine.core.membership.parting import are_all_waiting
+from holdfast.engine.core.membership.roster import have_all_exited
 from holdfast.engine.core.types import RELEASE_ALL, ViewNumber
 from holdfast.engine.core.worker_status import Stage
 
@@ -123,7 +124,7 @@ def decide_release(facts: Facts, job: JobState) -> Plan:
 def decide_finish(facts: Facts, job: JobState) -> Plan:
     """End the job once all scripts have ended."""
     if not job.is_finishing:
-        return [EndJob("")] if facts.roster.have_all_exited() else []
+        return [EndJob("")] if have_all_exited(facts.roster) else []
     if why := job.progress.reason_of_uneven_ends(facts.roster.newest.values()):
         return [EndJob(why), Announce("failed", why)]
     return [EndJob("")] if all(map(facts.is_fenced, facts.members)) else []

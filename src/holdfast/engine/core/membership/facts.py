@@ -143,6 +143,18 @@ class Facts:
         return silent and roster.is_crippled(worker, incarnation)
 
 
+def has_witness(roster: Roster, view: View | None, agent: AgentId) -> bool:
+    """Return whether a worker on this node shows that some member does not act in the view."""
+    for worker in roster.workers_on(agent):
+        member = view.member(worker) if view is not None else None
+        if view is not None and member is not None:
+            status = roster.status(worker, member.incarnation)
+            has_promised = status is not None and status.promised >= view.number
+            if has_promised or roster.is_dead(worker, member.incarnation):
+                return True
+    return False
+
+
 def _find_no_room(facts: Facts) -> bool:
     return any(status.no_room for status in facts.known)
 

@@ -42,6 +42,7 @@ from holdfast.engine.core.membership.job_changes import (
     Remember,
 )
 from holdfast.engine.core.membership.live_roster import News
+from holdfast.engine.core.membership.roster import describe_nodes
 from holdfast.engine.core.policies import GroupPolicy
 from holdfast.engine.core.types import NO_VIEW, ViewNumber
 from holdfast.engine.core.views import View
@@ -88,7 +89,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
             super().snapshot(),
             step=group.trials.furthest,
             stop_view=NO_VIEW if group.is_running(self._view) else self._number,
-            agents=self._roster.snapshot(group.attendance.silent),
+            agents=describe_nodes(self._roster, group.attendance.silent),
         )
 
     def check(self) -> None:

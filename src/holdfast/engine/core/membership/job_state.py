@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership.admission import Attendance
 from holdfast.engine.core.membership.durable import Durable
@@ -29,6 +30,7 @@ from holdfast.engine.core.membership.view_end import ViewEnd
 from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.step.speculation import Budget
 from holdfast.engine.core.types import RELEASE_ALL
+from holdfast.engine.core.views import View
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +64,15 @@ class JobState:
     def is_finishing(self) -> bool:
         """Return whether the leader's script is past its last loop."""
         return self.release_loop == RELEASE_ALL
+
+    def note_steps(self, report: AgentReport, view: View | None) -> bool:
+        """Take in the steps of members; return whether suspended workers fall further behind."""
+        is_further = False
+        for status in report.workers:
+            if view is not None and view.includes(status.worker, status.incarnation):
+                is_new = self.progress.record_step(status.committed)
+                is_further = is_further or (is_new and bool(view.suspended))
+        return is_further
 
     def remember(self, memory: Memory) -> None:
         """Keep a value that later decisions need; it replaces the one of the same type."""

@@ -1,4 +1,4 @@
-"""Keeps the newest directives of agents, and finds whom a review has anything new for. Pure."""
+"""Makes the directives of agents, and finds whom a review has anything new for. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 from holdfast.engine.core.directives import Directive, WantedProcess
 from holdfast.engine.core.membership.coordinator_events import SendDirective
 from holdfast.engine.core.membership.roster import Roster
-from holdfast.engine.core.types import NO_VIEW, AgentId, Incarnation
+from holdfast.engine.core.types import NO_VIEW, AgentId, Incarnation, WorkerId
 from holdfast.engine.core.views import View
 
 
@@ -102,3 +102,48 @@ class Outbox:
         if self._common is None or now != self._common:
             self._common = now
         return self._common
+
+
+def list_wanted(roster: Roster, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
+    """Yield processes for a node; a lost one never again as the same incarnation.
+
+    On a node that is being drained these are only members of the view: no process starts there.
+    """
+    for worker in roster.workers_on(name):
+        slot = roster.slots[worker]
+        if slot.respawn_at is not None:
+            continue
+        acts = view is not None and view.includes(worker, slot.incarnation)
+        if acts or not roster.drained_node(worker):
+            yield from _list_processes(roster, worker, slot.incarnation, name)
+
+
+def list_finishing(roster: Roster, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
+    """Yield processes that may finish on a node as the job ends: living members of the view.
+
+    A member that promised before it had the state can never get it any more.
+    """
+    for worker in roster.workers_on(name):
+        member = view.member(worker) if view is not None else None
+        if view is None or member is None or roster.is_dead(worker, member.incarnation):
+            continue
+        status = roster.status(worker, member.incarnation)
+        stranded = status and status.promised >= view.number and not status.has_state
+        if not stranded:
+            yield from _list_processes(roster, worker, member.incarnation, name)
+
+
+def _list_processes(
+    roster: Roster, worker: WorkerId, incarnation: Incarnation, name: AgentId
+) -> Iterator[WantedProcess]:
+    """Yield a worker's process for a node; for further nodes, once the first one's runs."""
+    slot, status = roster.slots[worker], roster.status(worker, incarnation)
+    meets_at = status.meets_at if status is not None and name != slot.agent else ""
+    if name == slot.agent or meets_at:
+        yield WantedProcess(
+            worker=worker,
+            incarnation=incarnation,
+            role=slot.role,
+            place=slot.nodes.index(name),
+            meets_at=meets_at,
+        )

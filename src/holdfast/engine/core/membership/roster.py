@@ -8,17 +8,16 @@ the newest report or, for a node that has not reported yet, from the start.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from holdfast.engine.core.directives import AgentReport, WantedProcess
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.job_record import JobRecord, Slot
 from holdfast.engine.core.redundancy import KeptPieces
 from holdfast.engine.core.table_places import RunningServer
 from holdfast.engine.core.types import AgentId, Incarnation, ProcessRole, WorkerId
-from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
 
@@ -144,48 +143,6 @@ class Roster:
             self._is_changed = False
         return self._records
 
-    def processes_for(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
-        """Yield processes for a node; a lost one never again as the same incarnation.
-
-        On a node that is being drained these are only members of the view: no process starts there.
-        """
-        for worker in self.workers_on(name):
-            slot = self.slots[worker]
-            if slot.respawn_at is not None:
-                continue
-            acts = view is not None and view.includes(worker, slot.incarnation)
-            if acts or not self.drained_node(worker):
-                yield from self._processes_of(worker, slot.incarnation, name)
-
-    def processes_to_finish(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
-        """Yield processes that may finish on a node as the job ends: living members of the view.
-
-        A member that promised before it had the state can never get it any more.
-        """
-        for worker in self.workers_on(name):
-            member = view.member(worker) if view is not None else None
-            if view is None or member is None or self.is_dead(worker, member.incarnation):
-                continue
-            status = self.status(worker, member.incarnation)
-            stranded = status and status.promised >= view.number and not status.has_state
-            if not stranded:
-                yield from self._processes_of(worker, member.incarnation, name)
-
-    def _processes_of(
-        self, worker: WorkerId, incarnation: Incarnation, name: AgentId
-    ) -> Iterator[WantedProcess]:
-        """Yield a worker's process for a node; for further nodes, once the first one's runs."""
-        slot, status = self.slots[worker], self.status(worker, incarnation)
-        meets_at = status.meets_at if status is not None and name != slot.agent else ""
-        if name == slot.agent or meets_at:
-            yield WantedProcess(
-                worker=worker,
-                incarnation=incarnation,
-                role=slot.role,
-                place=slot.nodes.index(name),
-                meets_at=meets_at,
-            )
-
     # ------------------------------------------------------------ knowing
 
     def draining(self, name: AgentId) -> str:
@@ -291,38 +248,43 @@ class Roster:
             found += [status for status in told if status.stage == Stage.FAILED]
         return found
 
-    def snapshot(self, silent: Collection[AgentId]) -> tuple[NodeSnapshot, ...]:
-        return tuple(
-            NodeSnapshot(
-                agent=name,
-                incarnation=node.report.incarnation,
-                pid=node.report.pid,
-                silent=name in silent,
-                draining=node.draining,
-                domains=node.report.domains,
-                kept=node.report.kept,
-                pieces_bytes=node.report.pieces_bytes,
-                servers=node.report.servers,
-            )
-            for name, node in sorted(self.nodes.items())
+
+def describe_nodes(roster: Roster, silent: Collection[AgentId]) -> tuple[NodeSnapshot, ...]:
+    """Return the nodes by name, for people; `silent`: the nodes that are."""
+    return tuple(
+        NodeSnapshot(
+            agent=name,
+            incarnation=node.report.incarnation,
+            pid=node.report.pid,
+            silent=name in silent,
+            draining=node.draining,
+            domains=node.report.domains,
+            kept=node.report.kept,
+            pieces_bytes=node.report.pieces_bytes,
+            servers=node.report.servers,
         )
+        for name, node in sorted(roster.nodes.items())
+    )
 
-    def is_over(self, now: float, fence_s: float) -> bool:
-        """Return whether no process can run any more; silent nodes end theirs by themselves.
 
-        A process that a node has the order to start, and has not reported, may run until its agent
-        knows.
-        """
-        if now < self.started_at + fence_s:
-            if self.unheard_nodes():
-                return False
-        return all(
-            node.report.ending and not any(status.stage.alive for status in node.statuses.values())
-            for node in self.nodes.values()
-            if now < node.heard_at + fence_s
-        )
+def have_all_ended(roster: Roster, now: float, fence_s: float) -> bool:
+    """Return whether no process can run any more; silent nodes end theirs by themselves.
 
-    def have_all_exited(self) -> bool:
-        newest = self.newest
-        everyone = 0 < len(newest) == len(self.slots)
-        return everyone and all(s.stage == Stage.EXITED for s in newest.values())
+    A process that a node has the order to start, and has not reported, may run until its agent
+    knows.
+    """
+    if now < roster.started_at + fence_s:
+        if roster.unheard_nodes():
+            return False
+    return all(
+        node.report.ending and not any(status.stage.alive for status in node.statuses.values())
+        for node in roster.nodes.values()
+        if now < node.heard_at + fence_s
+    )
+
+
+def have_all_exited(roster: Roster) -> bool:
+    """Return whether the script of every worker has ended as it should."""
+    newest = roster.newest
+    everyone = 0 < len(newest) == len(roster.slots)
+    return everyone and all(status.stage is Stage.EXITED for status in newest.values())

@@ -15,8 +15,14 @@ from holdfast.engine.core.membership.event_log import EventLog
 from holdfast.engine.core.membership.facts import silent_nodes
 from holdfast.engine.core.membership.job_end import Stopping
 from holdfast.engine.core.membership.live_roster import LiveRoster, News
+from holdfast.engine.core.membership.outbox import list_finishing, list_wanted
 from holdfast.engine.core.membership.restart import quarantine, quarantine_wrong, replace_lost
-from holdfast.engine.core.membership.roster import SlotState
+from holdfast.engine.core.membership.roster import (
+    SlotState,
+    describe_nodes,
+    have_all_ended,
+    have_all_exited,
+)
 from holdfast.engine.core.policies import CoordinatorPolicy, RestartPolicy
 from holdfast.engine.core.types import AgentId, Incarnation, ProcessRole, ViewNumber, WorkerId
 from holdfast.engine.core.views import View
@@ -29,7 +35,7 @@ AT_MOST_TWO = CoordinatorPolicy(virtual_ranks=2, nodes_max=2)
 
 
 def wanted(cluster: Cluster, name: AgentId, view: Any = None) -> list[tuple[int, int]]:
-    return [(w.worker, w.incarnation) for w in cluster.roster.processes_for(name, view)]
+    return [(w.worker, w.incarnation) for w in list_wanted(cluster.roster, name, view)]
 
 
 # ---------------------------------------------------------------- hearing
@@ -159,11 +165,11 @@ def test_on_a_node_that_is_drained_only_members_go_on() -> None:
 def test_as_the_job_ends_living_members_may_finish() -> None:
     cluster = Cluster(member(0), member(1, stage=Stage.EXITED), status(2))
     view = view_of(0, 1)
-    found = [list(cluster.roster.processes_to_finish(name, view)) for name in (N0, N1, N2)]
+    found = [list(list_finishing(cluster.roster, name, view)) for name in (N0, N1, N2)]
     assert [len(each) for each in found] == [1, 0, 0]
     assert (found[0][0].worker, found[0][0].incarnation) == (0, 1)
     assert found[0][0].role is ProcessRole.WORKER
-    assert list(cluster.roster.processes_to_finish(N0, None)) == []
+    assert list(list_finishing(cluster.roster, N0, None)) == []
 
 
 def test_as_the_job_ends_a_member_that_never_got_the_state_is_ended() -> None:
@@ -176,7 +182,7 @@ def test_as_the_job_ends_a_member_that_never_got_the_state_is_ended() -> None:
     ):
         ended = status(0, stage=Stage.EXITED)
         cluster = Cluster(ended, member(1, state=state, promised=promised))
-        found = list(cluster.roster.processes_to_finish(N1, view))
+        found = list(list_finishing(cluster.roster, N1, view))
         assert [each.worker for each in found] == ([1] if stays else [])
 
 
@@ -261,39 +267,43 @@ def test_only_the_ordered_incarnation_is_wanted() -> None:
 
 def test_the_job_is_over_once_all_that_lives_has_ended_or_must_have() -> None:
     cluster = Cluster(member(0), member(1, stage=Stage.EXITED))
-    assert not cluster.roster.is_over(1.0, LEASE.fence_s)
-    assert not cluster.roster.is_over(3.4, LEASE.fence_s)
-    assert cluster.roster.is_over(3.5, LEASE.fence_s)  # after such a silence it has ended itself
+    assert not have_all_ended(cluster.roster, 1.0, LEASE.fence_s)
+    assert not have_all_ended(cluster.roster, 3.4, LEASE.fence_s)
+    assert have_all_ended(
+        cluster.roster, 3.5, LEASE.fence_s
+    )  # after such a silence it has ended itself
     cluster.hear("n0", member(0, stage=Stage.LOST))
-    assert not cluster.roster.is_over(1.0, LEASE.fence_s)  # a process ordered there may still start
+    assert not have_all_ended(
+        cluster.roster, 1.0, LEASE.fence_s
+    )  # a process ordered there may still start
     cluster.hear("n0", member(0, stage=Stage.LOST), ending=True)
-    assert not cluster.roster.is_over(1.0, LEASE.fence_s)
+    assert not have_all_ended(cluster.roster, 1.0, LEASE.fence_s)
     cluster.hear("n1", member(1, stage=Stage.EXITED), ending=True)
-    assert cluster.roster.is_over(1.0, LEASE.fence_s)
+    assert have_all_ended(cluster.roster, 1.0, LEASE.fence_s)
     cluster.hear("n1", member(1), ending=True)
-    assert not cluster.roster.is_over(1.0, LEASE.fence_s)
+    assert not have_all_ended(cluster.roster, 1.0, LEASE.fence_s)
     cluster.hear("n1", member(1, stage=Stage.EXITED), ending=True)
     record = JobRecord(term=1, slots=(Slot(worker=ZERO, agent=N0, incarnation=Incarnation(1)),))
     unheard = LiveRoster(record, 10.0)
-    assert not unheard.is_over(12.4, LEASE.fence_s)
-    assert unheard.is_over(12.5, LEASE.fence_s)
+    assert not have_all_ended(unheard, 12.4, LEASE.fence_s)
+    assert have_all_ended(unheard, 12.5, LEASE.fence_s)
 
 
 def test_all_have_exited_if_every_slots_worker_has() -> None:
     cluster = Cluster(member(0, stage=Stage.EXITED), member(1))
-    assert not cluster.roster.have_all_exited()
+    assert not have_all_exited(cluster.roster)
     cluster.hear("n1", member(1, stage=Stage.EXITED))
-    assert cluster.roster.have_all_exited()
+    assert have_all_exited(cluster.roster)
     cluster.hear("n1")
-    assert not cluster.roster.have_all_exited()
-    assert not Cluster().roster.have_all_exited()
+    assert not have_all_exited(cluster.roster)
+    assert not have_all_exited(Cluster().roster)
 
 
 def test_a_snapshot_shows_nodes_in_order() -> None:
     cluster = Cluster(member(1), member(0))
     cluster.hear("n0", member(0), pid=12)
     cluster.drain("n1", "asked to")
-    found = cluster.roster.snapshot(frozenset([N1]))
+    found = describe_nodes(cluster.roster, frozenset([N1]))
     assert [(n.agent, n.pid, n.silent, n.draining) for n in found] == [
         ("n0", 12, False, ""),
         ("n1", 0, True, "asked to"),
