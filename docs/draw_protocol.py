@@ -100,7 +100,7 @@ def situation(machine: WorkerMachine) -> str:
 
 def doing(machine: WorkerMachine) -> str:
     """How far a member is: with bringing all to one state, or in the step."""
-    activity = machine._step.activity
+    activity = machine.step.course.activity
     return (machine._replica.stage if activity is Activity.SYNC else activity).value
 
 
@@ -131,8 +131,8 @@ def moves(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
 
 def _script(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
     """What the script may say, which does one thing after the other."""
-    status, step = machine.snapshot(), machine._step
-    task = step._open.running if step._open is not None else None
+    status, step = machine.snapshot(), machine.step.tasks._open
+    task = step.running if step is not None else None
     if status.ended:
         yield "LoopEntered", ev.LoopEntered()
     elif status.phase is Phase.SCRIPT:
@@ -142,14 +142,14 @@ def _script(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
     elif status.phase is Phase.COMPUTING and machine._replica._opened < status.committed:
         yield "StepOpened", ev.StepOpened(status.committed)
     elif task is not None:
-        assert step._open is not None
-        yield "TaskDone", ev.TaskDone(step._open.index, *task)
+        assert step is not None
+        yield "TaskDone", ev.TaskDone(step.index, *task)
 
 
 def _group(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
     """What the engine may say: the answer to what it was told last."""
-    status, now, step = machine.snapshot(), machine.snapshot().view, machine._step
-    task = step._open.running if step._open is not None else None
+    status, now, course = machine.snapshot(), machine.snapshot().view, machine.step.course
+    step = machine.step.tasks._open
     match machine._replica.stage:
         case SyncStage.CONNECTING:
             yield "Connected", ev.Connected(now)
@@ -158,19 +158,19 @@ def _group(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
             yield "ObtainFailed", ev.ObtainFailed(SourceKind.STORE, now, "no answer")
         case SyncStage.COMPARING:
             yield "StatesCompared", ev.StatesCompared(now)
-    match step.activity:
+    match course.activity:
         case Activity.AGREE:
             yield "Gathered: agree", ev.Gathered(now, ev.Topic.AGREE, ((0, 0, 0, 0),) * 2)
-        case Activity.SUM if task is None and step._open is not None:
-            yield "Summed", ev.Summed(view=now, step=step.step)
+        case Activity.SUM if step is not None and step.running is None:
+            yield "Summed", ev.Summed(view=now, step=course.step)
             yield (
                 "Summed, not finite",
-                ev.Summed(view=now, step=step.step, doubt=ev.Doubt.UNATTRIBUTED),
+                ev.Summed(view=now, step=course.step, doubt=ev.Doubt.UNATTRIBUTED),
             )
         case Activity.VOTE:
             doubt = ev.Doubt.FINITE if status.reduced else ev.Doubt.UNATTRIBUTED
             for pending in (False, True):
-                vote = Vote(view=now, step=step.step, pending=pending, doubt=doubt)
+                vote = Vote(view=now, step=course.step, pending=pending, doubt=doubt)
                 name = "Gathered: vote, change pending" if pending else "Gathered: vote"
                 yield name, ev.Gathered(now, ev.Topic.VOTE, (vote.row(),) * 2)
 

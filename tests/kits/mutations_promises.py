@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from holdfast.engine.core.ground.standing import Standing
+from holdfast.engine.core.membership import (
+    admission,
+    decision_loop,
+    next_view,
+    node_process,
+    view_making,
+)
 from holdfast.engine.core.membership import coordinator as co
-from holdfast.engine.core.membership import decision_loop, next_view, node_process, view_making
 from holdfast.engine.core.membership import view_end as ve
 from holdfast.engine.core.membership.agent import (
     AgentEffect,
@@ -165,7 +171,7 @@ def only_nodes_that_were_heard_count(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_node_is_given_a_slot_too_many(patch: pytest.MonkeyPatch) -> Machines:
-    plain = co.admit
+    plain = admission.admit
 
     def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...], list[Change]]:
         waiting, plan = plain(facts, policy)
@@ -179,7 +185,7 @@ def a_node_is_given_a_slot_too_many(patch: pytest.MonkeyPatch) -> Machines:
             self._slots = offered
             return effects
 
-    patch.setattr(co, "admit", admit)
+    patch.setattr(admission, "admit", admit)
     return Machines(agent=Crowded)
 
 
@@ -191,16 +197,16 @@ def the_job_starts_on_fewer_nodes(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_drained_node_is_used_on(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(decision_loop, "drain", lambda facts: ("", []))
+    patch.setattr(admission, "drain", lambda facts: ("", []))
     return Machines()
 
 
 @mutation
 def what_was_not_reported_does_not_run(patch: pytest.MonkeyPatch) -> Machines:
-    def over(self: Roster, now: float, fence_s: float) -> bool:
-        return not any(s.stage.alive for n in self.nodes.values() for s in n.statuses.values())
+    def over(roster: Roster, now: float, fence_s: float) -> bool:
+        return not any(s.stage.alive for n in roster.nodes.values() for s in n.statuses.values())
 
-    patch.setattr(Roster, "is_over", over)
+    patch.setattr(decision_loop, "have_all_ended", over)
     return Machines()
 
 

@@ -124,7 +124,7 @@ def who_is_dropped_adds_its_tasks(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_sum_that_is_not_finite_is_committed(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(StepMachine, "doubt", property(lambda self: ev.Doubt.FINITE))
+    patch.setattr(Judging, "doubt", property(lambda self: ev.Doubt.FINITE))
     return Machines()
 
 

@@ -28,6 +28,7 @@ from holdfast.engine.core.step.step_policy import Counting, StepPolicy
 from holdfast.engine.core.step.verdicts import Agreed, Decided, Doubted, Failed, Verdict
 from holdfast.engine.core.types import NO_VIEW, Incarnation, Tick, WorkerId
 from holdfast.engine.core.views import View
+from holdfast.engine.core.worker.boundary import Boundary
 from holdfast.engine.core.worker.membership import Membership
 from holdfast.engine.core.worker_status import Phase, Stage, WorkerStatus
 
@@ -65,8 +66,11 @@ class WorkerMachine:
             keeps=policy.keeps,
             restore_s=policy.restore_s,
         )
-        self._step = StepMachine(standing, policy, self._copies, self._following, counting)
-        self._membership = Membership(standing, self._replica, self._following, self._step)
+        self.step = StepMachine(standing, policy, self._copies, self._following, counting)
+        self._membership = Membership(standing, self._replica, self._following, self.step)
+        self._boundary = Boundary(
+            standing, self._replica, self._copies, self._following, self._membership, self.step
+        )
 
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
         """Apply one event at time `now` (seconds, any fixed origin); returns effects in order."""
@@ -78,7 +82,7 @@ class WorkerMachine:
         """Return the next time at which it wants a Tick; None while it does not act."""
         if not self._standing.acts:
             return None
-        step = self._step
+        step = self.step
         late_at = step.watch.late_at(counts=step.tasks.is_timed)
         look_at = step.watch.look_at(counts=step.tasks.is_timed, synced=step.course.is_synced)
         return min(self._standing.acting_until, late_at, look_at)
@@ -93,14 +97,9 @@ class WorkerMachine:
         return self._standing.view
 
     @property
-    def owners(self) -> tuple[WorkerId, ...]:
-        """Return the host of each virtual rank in the step to be committed next."""
-        return self._step.course.owners
-
-    @property
     def lateness(self) -> Lateness:
         """Return the statistics of steps and of waits for other members."""
-        return self._step.watch.lateness
+        return self.step.watch.lateness
 
     @property
     def acting_until(self) -> float:
@@ -122,12 +121,12 @@ class WorkerMachine:
         number = view.number if view else NO_VIEW
         require(status.view == number, f"status shows view {status.view}, installed is {number}")
         require(not status.reduced or status.has_state, "a gradient without a state")
-        steps = self._standing.acts and self._step.course.is_synced
+        steps = self._standing.acts and self.step.course.is_synced
         require(not steps or status.has_state, "steps without a state")
         is_brought_up = self._replica.stage is SyncStage.CURRENT
         require(not steps or is_brought_up, f"steps while {self._replica.stage.value}")
         self._replica.check()
-        self._step.course.check(has_sums=self._step.judging.sums is not None)
+        self.step.course.check(has_sums=self.step.judging.sums is not None)
 
     # ------------------------------------------------------------ events
 
@@ -141,7 +140,7 @@ class WorkerMachine:
                 standing.change(stage=Stage.READY, loop=loop, opened=0, phase=Phase.SCRIPT)
                 standing.tell()
             case ev.AtBoundary():
-                self._copy_next(None, within=self._replica.is_within_loop())
+                self._boundary.copy_next(None, within=self._replica.is_within_loop())
             case ev.RoomSeen(has_room):
                 self._copies.room.see(has_room=has_room)
                 if self._copies.room.is_held:
@@ -151,8 +150,8 @@ class WorkerMachine:
             case ev.StepOpened():
                 self._handle_step_opened(event)
             case ev.TaskDone():
-                self._step.handle_task(event)
-                self._catch_up()
+                self.step.handle_task(event)
+                self._boundary.catch_up()
             case ev.StateLost():
                 membership.lose_state()
             case ev.Directed(directive):
@@ -183,16 +182,16 @@ class WorkerMachine:
             self._membership.release()
         else:
             self._copies.finish_loop()
-        self._catch_up()
+        self._boundary.catch_up()
 
     def _handle_step_opened(self, event: ev.StepOpened) -> None:
         standing = self._standing
         phase = standing.status.phase if event.rested else Phase.COMPUTING
         standing.change(opened=event.step + 1, line=event.line, phase=phase)
         self._replica.record_opened(event.step)
-        self._step.handle_opened(event)
-        self._catch_up()
-        self._follow()
+        self.step.handle_opened(event)
+        self._boundary.catch_up()
+        self._boundary.follow()
 
     def _handle_replica(self, event: ReplicaEvent) -> None:
         replica = self._replica
@@ -200,8 +199,8 @@ class WorkerMachine:
             case ev.StateCopied(sink, _, _, problem):
                 self._copies.record_copy(event)
                 if sink is SinkKind.FOLLOWERS and problem:
-                    self._handle_feed_failure(event.order, problem)
-                self._copy_next(sink, within=True)
+                    self._boundary.fail_feed(event.order, problem)
+                self._boundary.copy_next(sink, within=True)
             case ev.Reachable(address):
                 self._standing.change(address=address)
             case ev.StateProtected():
@@ -216,16 +215,16 @@ class WorkerMachine:
                 self._standing.carry(self._copies.feeding.fall_behind(event))
             case ev.StateFed() | ev.StepFed():
                 self._following.hear(event)
-                self._follow()
+                self._boundary.follow()
             case _:
                 assert_never(event)
 
     def _handle_obtained(self, event: ev.Obtained) -> None:
         """Continue with the state or step that a source has given, or has failed to give."""
         if event.source is SourceKind.FEED:
-            self._handle_fed(event)
+            self._boundary.handle_fed(event)
             return
-        step, replica = self._step, self._replica
+        step, replica = self.step, self._replica
         acts = self._standing.acts_in(event.view)
         match event:
             case ev.StateObtained() if acts:
@@ -239,22 +238,14 @@ class WorkerMachine:
                 if not self._membership.promise(event.view, why) and damaged is not None:
                     self._standing.tell()
 
-    def _handle_fed(self, event: ev.Obtained) -> None:
-        if isinstance(event, ev.ObtainFailed):
-            self._handle_feed_failure(event.order, event.reason)
-            return
-        if self._following.hear(event) and self._following.joins_fed:
-            self._step.record_commit(self._step.course.owners)
-        self._follow()
-
     def _handle_group(self, event: ev.GroupEvent) -> None:
         """Handle an event of the present view."""
-        step, replica = self._step, self._replica
+        step, replica = self.step, self._replica
         match event:
             case ev.Connected():
                 if replica.begin_sync():
                     step.agree()
-                self._catch_up()
+                self._boundary.catch_up()
             case ev.StepKept(_, kept, full):
                 step.handle_kept_gradient(kept, full=full)
             case ev.StatesCompared(_, prints):
@@ -279,7 +270,7 @@ class WorkerMachine:
         match verdict:
             case Agreed():
                 if not self._replica.awaits_fed_steps():
-                    self._begin_steps()
+                    self._boundary.begin_steps()
             case Decided():
                 self._commit_step(verdict)
             case Doubted():
@@ -289,19 +280,9 @@ class WorkerMachine:
             case None:
                 pass
 
-    def _begin_steps(self) -> None:
-        """Begin the steps of a view: all members hold the same state."""
-        view = self._standing.view
-        assert view is not None, "a group without a view"
-        self._step.watch.lateness.record_built(self._standing.now)
-        self._replica.record_sync(view)
-        self._standing.tell()
-        self._replica.begin()
-        self._step.begin_steps()
-
     def _commit_step(self, vote: Decided) -> None:
         """Commit a step, if this worker may still act."""
-        standing, step = self._standing, self._step
+        standing, step = self._standing, self.step
         status = standing.status
         if vote.step != status.committed or self._membership.is_fenced():
             return
@@ -329,30 +310,7 @@ class WorkerMachine:
         standing.order(ef.Commit(vote.step, voted=True))
         self._copies.record_commit(vote.step)
 
-    # ------------------------------------------------------------ boundaries and views
-
-    def _copy_next(self, done: SinkKind | None, *, within: bool) -> None:
-        """Order the copy of the state for the next sink; continue once no copy is due."""
-        if not self._copies.copy_next(done, within=within):
-            self._handle_boundary()
-
-    def _handle_boundary(self) -> None:
-        standing, view = self._standing, self._standing.view
-        standing.change(phase=Phase.BOUNDARY)
-        if self._following.is_fed:
-            self._follow()
-        elif view is None:
-            pass
-        elif standing.status.promised >= view.number:
-            standing.tell()
-        elif self._membership.ends_at_boundary(view.number) or self._copies.saves.has_ended(
-            view.number
-        ):
-            self._membership.promise_at_rest(view.number)
-        elif view.joiners and not self._step.course.is_synced and not self._replica.is_behind(view):
-            self._catch_up()
-        else:
-            self._replica.begin()
+    # ------------------------------------------------------------ views
 
     def _handle_directive(self, directive: WorkerDirective) -> None:
         membership, replica = self._membership, self._replica
@@ -362,7 +320,7 @@ class WorkerMachine:
         if view is not None and membership.enter(view):
             if not view.joiners or replica.is_behind(view):
                 replica.begin()
-            self._follow()
+            self._boundary.follow()
         replica.heed(directive.follow)
         if self._copies.room.makes_way():
             why = "waits for room, so the planned change comes at once"
@@ -373,27 +331,5 @@ class WorkerMachine:
     def _look_at_clock(self) -> None:
         """Give the view up if the right to act has ended; else look for members that are late."""
         if self._standing.acts and not self._membership.is_fenced():
-            step = self._step
+            step = self.step
             step.watch.look(counts=step.tasks.is_timed, synced=step.course.is_synced)
-
-    # ------------------------------------------------------------ what was missed, or fed
-
-    def _catch_up(self) -> None:
-        """Apply the next missed step if the script waits for it; begin the steps after that."""
-        if self._replica.catch_up():
-            self._begin_steps()
-
-    def _follow(self) -> None:
-        """Load or apply the next part of the feed; after the last one, continue as a member."""
-        if not self._following.follow() and self._following.joins_fed:
-            self._catch_up()
-
-    def _handle_feed_failure(self, number: int, reason: str) -> None:
-        """Record that an order to feed failed here; a worker that depends on it leaves."""
-        if not self._replica.record_feed_failure(number, reason):
-            return
-        if self._following.joins_fed:
-            why = f"was not fed until it could join ({reason})"
-            self._membership.promise(self._standing.status.view, why)
-        self._following.end()
-        self._standing.tell()
