@@ -139,7 +139,7 @@ def _script(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
         yield "AtBoundary", ev.AtBoundary()
         if status.has_state and status.committed:
             yield "LoopEnded", ev.LoopEnded()
-    elif status.phase is Phase.COMPUTING and machine._replica._opened < status.committed:
+    elif status.phase is Phase.COMPUTING and machine._replica.opened < status.committed:
         yield "StepOpened", ev.StepOpened(status.committed)
     elif task is not None:
         assert step is not None

@@ -180,9 +180,10 @@ def a_node_is_given_a_slot_too_many(patch: pytest.MonkeyPatch) -> Machines:
 
     class Crowded(AgentMachine):
         def _reconcile(self, now: float) -> list[AgentEffect]:
-            offered, self._slots = self._slots, 1 << 20
+            offered = self._plain
+            self._plain = dataclasses.replace(offered, slots=1 << 20)
             effects = super()._reconcile(now)
-            self._slots = offered
+            self._plain = offered
             return effects
 
     patch.setattr(admission, "admit", admit)

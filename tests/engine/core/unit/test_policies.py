@@ -18,7 +18,6 @@ from holdfast.engine.core.job_problems import find_problem
 from holdfast.engine.core.job_record import NO_SETBACKS, JobRecord
 from holdfast.engine.core.job_spec import JobSpec, Nodes, Stragglers, Workers
 from holdfast.engine.core.membership import (
-    agent,
     coordinator,
     durable,
     formation,
@@ -26,6 +25,7 @@ from holdfast.engine.core.membership import (
     review_schedule,
 )
 from holdfast.engine.core.membership.agent import AgentPolicy
+from holdfast.engine.core.membership.lease import UNANSWERED_MAX
 from holdfast.engine.core.membership.liveness import FreezePolicy
 from holdfast.engine.core.policies import (
     BackupPolicy,
@@ -157,7 +157,7 @@ def test_the_bounds_on_everything_that_is_kept_are_pinned() -> None:
     assert formation.QUARANTINED_S == 10.0  # longer than a first quarantine, shorter than others
     assert coordinator.SKIPPED == 1000  # numbers, after the loss of the journal
     assert (durable.KNOWN_MAX, invalidations.INVALIDATIONS_MAX) == (128, 16)
-    assert (standing.JOB_EVENTS_MAX, agent.UNANSWERED_MAX) == (8, 1024)
+    assert (standing.JOB_EVENTS_MAX, UNANSWERED_MAX) == (8, 1024)
     assert review_schedule.REVIEW_S * 10_000 == 0.5  # between two reviews of 10,000 workers
     assert (audit.ATTEMPTS_MAX, rulings.MISTAKES_MAX, rulings.CALM_STEPS) == (3, 1, 64)
     assert (speculation.STEPS_TIMED, speculation.SPREADS) == (16, 6.0)

@@ -328,8 +328,9 @@ def coordinator_gives_up_leases_too_early(patch: pytest.MonkeyPatch) -> Machines
 def lease_runs_from_when_the_answer_came(patch: pytest.MonkeyPatch) -> Machines:
     class Generous(AgentMachine):
         def _handle_directive(self, directive: Any, now: float) -> list[ag.AgentEffect]:
-            if directive.heard in self._sent_at:
-                self._sent_at[directive.heard] = now + 2.0
+            sent_at = self._contact._sent_at
+            if directive.heard in sent_at:
+                sent_at[directive.heard] = now + 2.0
             return super()._handle_directive(directive, now)
 
     return Machines(agent=Generous)

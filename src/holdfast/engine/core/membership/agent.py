@@ -16,7 +16,7 @@ from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import assert_never, require
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership.departure import Departure, MoveOrders, OwnJob
-from holdfast.engine.core.membership.lease import acting_deadline
+from holdfast.engine.core.membership.lease import Contact
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.engine.core.membership.node_process import (
     NodeProcess,
@@ -30,8 +30,6 @@ from holdfast.engine.core.redundancy import KeptPieces
 from holdfast.engine.core.table_places import RunningServer
 from holdfast.engine.core.types import NO_VIEW, AgentId, Incarnation, ProcessRole, Tick, WorkerId
 from holdfast.engine.core.worker_status import WorkerStatus
-
-UNANSWERED_MAX = 1024  # reports whose sending time is remembered until the coordinator answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,23 +264,23 @@ class AgentMachine:
         job: str = "",
     ) -> None:
         """Make the machine of a node of `job`; empty: of the first job that it meets."""
-        self._agent = agent
-        self._incarnation = incarnation
-        self._slots = slots
+        self._plain = AgentReport(  # what changes seldom
+            agent=agent,
+            incarnation=incarnation,
+            seq=0,
+            slots=slots,
+            spares=policy.spares,
+            pid=pid,
+        )
         self._job = OwnJob(job)
-        self._pid = pid
         self._policy = policy
         self._departure = Departure()
         self._moves = MoveOrders()
-        self._domains: Domains = ()
-        self._held = MemoryHeld(())
-        self._servers: tuple[RunningServer, ...] = ()
         self._now = 0.0
         self._processes: dict[WorkerId, NodeProcess] = {}
         self._directive: Directive | None = None
         self._seq = 0
-        self._sent_at: dict[int, float] = {}  # report seq -> when; bounded by the lease
-        self._answered_at: float | None = None  # when the newest report that was answered was sent
+        self._contact = Contact(policy.lease)
         self._fence_at = float("inf")
         self._next_report = float("-inf")
 
@@ -319,28 +317,26 @@ class AgentMachine:
                 if (process := self._processes.get(leaving.worker)) is not None:
                     urgent = self._moves.ask(leaving, process.status.incarnation)
             case Labelled(domains):
-                urgent, self._domains = domains != self._domains, domains
+                urgent = self._change(domains=domains)
             case MemoryHeld():
-                self._held = event
-                self._departure.keep(event.kept, self._seq + 1)
+                kept, size = event.kept, event.size
+                self._change(kept=kept, pieces_at=event.address, pieces_bytes=size)
+                self._departure.keep(kept, self._seq + 1)
             case ServersRun(servers):
-                urgent, self._servers = servers != self._servers, servers
+                urgent = self._change(servers=servers)
             case Tick():
                 pass
             case _:
                 assert_never(event)
         effects += self._fence(now)
-        over = self._is_done and not any(p.running for p in self._processes.values())
+        alone = self._contact.is_abandoned(now)
+        may_end = self._departure.may_end(self._plain.agent, self._directive, now, alone=alone)
+        is_idle = not any(process.running for process in self._processes.values())
+        over = is_idle and (self._job.is_gone or may_end)
         due = urgent or over or now >= self._next_report
         if due and not self._job.is_gone:
             effects.append(self._report(now))
         return [*effects, Quit(self._job.problem)] if over else effects
-
-    @property
-    def _is_done(self) -> bool:
-        """Return whether this agent should end, once no process runs here any more."""
-        told, may_end, alone = self._directive, self._departure.may_end, self._is_abandoned
-        return self._job.is_gone or may_end(self._agent, told, self._now, alone=alone)
 
     def deadline(self) -> float | None:
         if self._job.is_gone:  # only the ends of its processes are waited for
@@ -349,8 +345,8 @@ class AgentMachine:
 
     def snapshot(self) -> AgentSnapshot:
         return AgentSnapshot(
-            agent=self._agent,
-            incarnation=self._incarnation,
+            agent=self._plain.agent,
+            incarnation=self._plain.incarnation,
             paused=tuple(w for w, p in sorted(self._processes.items()) if p.paused),
             report=self._make_report(),
         )
@@ -358,14 +354,16 @@ class AgentMachine:
     def check(self) -> None:
         for worker, process in self._processes.items():
             require(process.status.worker == worker, f"worker {worker} holds another's status")
-        require(len(self._sent_at) <= UNANSWERED_MAX, "reports without an answer pile up")
+        self._contact.check()
 
     # ------------------------------------------------------------ directives
 
     def _handle_directive(self, directive: Directive, now: float) -> list[AgentEffect]:
         old = self._directive
         addressee = directive.agent, directive.agent_incarnation
-        if addressee != (self._agent, self._incarnation) or self._job.is_gone:  # another job's
+        if (
+            addressee != (self._plain.agent, self._plain.incarnation) or self._job.is_gone
+        ):  # another job's
             return []
         if old is not None and (directive.term, directive.seq) <= (old.term, old.seq):
             return []
@@ -374,10 +372,7 @@ class AgentMachine:
         if directive.undecided and old is not None:
             directive = dataclasses.replace(directive, wanted=old.wanted, follow=old.follow)
         self._directive = directive
-        heard_at = self._sent_at.get(directive.heard)
-        if heard_at is not None:
-            self._answered_at = heard_at
-            self._sent_at = {s: t for s, t in self._sent_at.items() if s > directive.heard}
+        self._contact.record_answer(directive.heard)
         return self._reconcile(now)
 
     def _reconcile(self, now: float) -> list[AgentEffect]:
@@ -395,14 +390,12 @@ class AgentMachine:
             present = (process.status.incarnation, process.role)
             if process.running and wanted.get(worker) != present:
                 effects += self._end(worker, "the coordinator replaced it", directive.end_signal)
-        answered_at = self._answered_at
-        leased = answered_at is not None and now < answered_at + self._policy.lease.lease_s
-        for each in directive.wanted if leased else ():
+        for each in directive.wanted if self._contact.has_lease(now) else ():
             worker, incarnation = each.worker, each.incarnation
             old = self._processes.get(worker)
             if old is not None and (old.running or old.status.incarnation >= incarnation):
                 continue
-            if sum(p.running for p in self._processes.values()) >= self._slots:
+            if sum(p.running for p in self._processes.values()) >= self._plain.slots:
                 continue
             status = WorkerStatus(
                 worker=worker, incarnation=incarnation, place=each.place, meets_at=each.meets_at
@@ -517,14 +510,14 @@ class AgentMachine:
                     self._fence_at = min(self._fence_at, until)
             if not process.running or process.killed_for:
                 continue
-            if self._is_abandoned:
+            if self._contact.is_abandoned(now):
                 effects += self._kill(worker, "no coordinator was heard for too long")
                 continue
             until = self._acting_deadline(process, alone, now)
             incarnation = process.status.incarnation
             # A coordinator that still learns cannot know whether a later view was formed.
             if now >= until or (process.paused and undecided):
-                until = (self._answered_at or now) + self._policy.lease.abandon_s
+                until = (self._contact.answered_at or now) + self._policy.lease.abandon_s
                 if not process.paused:
                     process.paused = True
                     effects.append(Pause(worker, incarnation))
@@ -536,46 +529,26 @@ class AgentMachine:
             self._fence_at = min(self._fence_at, until)
         return effects
 
-    @property
-    def _is_abandoned(self) -> bool:
-        """Return whether the coordinator has not answered for so long that it has given us up."""
-        answered_at, abandon_s = self._answered_at, self._policy.lease.abandon_s
-        return answered_at is not None and self._now >= answered_at + abandon_s
-
     def _acting_deadline(self, process: NodeProcess, alone: bool, now: float) -> float:
-        answered_at = self._answered_at
-        if answered_at is None:
-            return now
         proved_at = now if alone else process.status.proved_at
-        until = acting_deadline(answered_at, proved_at, self._policy.lease)
-        return min(until, self._departure.ends_at)
+        return min(self._contact.acting_until(proved_at, now), self._departure.ends_at)
 
     def _report(self, now: float) -> SendReport:
         self._seq += 1
         self._next_report = now + self._policy.heartbeat_s
-        self._sent_at[self._seq] = now
-        self._sent_at.pop(self._seq - UNANSWERED_MAX, None)
+        self._contact.record_report(self._seq, now)
         return SendReport(self._make_report())
 
     def _make_report(self) -> AgentReport:
         directive = self._directive
         view = directive.view if directive else None
         forgotten = bool(directive and view and directive.view_number < view.number)
-        return AgentReport(
-            agent=self._agent,
-            incarnation=self._incarnation,
+        return dataclasses.replace(
+            self._plain,
             seq=self._seq,
-            slots=self._slots,
-            spares=self._policy.spares,
-            pid=self._pid,
             draining=self._departure.reason,
             failing=self._departure.failing,
             leaves_in_s=self._departure.remaining_s(self._now),
-            domains=self._domains,
-            kept=self._held.kept,
-            pieces_at=self._held.address,
-            pieces_bytes=self._held.size,
-            servers=self._servers,
             leaving=self._moves.list_open(self._find_current),
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,
@@ -583,6 +556,12 @@ class AgentMachine:
             ending=directive is not None and directive.shutdown,
             workers=tuple(p.status for _, p in sorted(self._processes.items())),
         )
+
+    def _change(self, **fields: object) -> bool:
+        """Change fields of all later reports; return whether they differ."""
+        before = self._plain
+        self._plain = dataclasses.replace(before, **fields)  # type: ignore[arg-type]
+        return self._plain != before
 
     def _find_current(self, worker: WorkerId, incarnation: Incarnation) -> NodeProcess | None:
         process = self._processes.get(worker)

@@ -19,7 +19,10 @@ over 2 s, or 0.03 % over `abandon_s`, and 0.4 s of delay.
 
 from __future__ import annotations
 
+from holdfast.engine.core.errors import require
 from holdfast.engine.core.policies import LeasePolicy
+
+UNANSWERED_MAX = 1024  # reports whose sending time is remembered until the coordinator answers
 
 
 def acting_deadline(answered_at: float, proved_at: float, policy: LeasePolicy) -> float:
@@ -42,3 +45,42 @@ def fence_time(
     if witness_at is None:
         return alone
     return min(alone, max(heard_at, witness_at) + policy.fence_s)
+
+
+class Contact:
+    """Keeps what the answers of the coordinator prove to one node, by the node's clock."""
+
+    def __init__(self, policy: LeasePolicy) -> None:
+        #: When the newest report that was answered was sent.
+        self.answered_at: float | None = None
+        self._policy = policy
+        self._sent_at: dict[int, float] = {}  # by the number of the report
+
+    def record_report(self, seq: int, now: float) -> None:
+        """Record that a report is sent; the oldest ones without an answer are forgotten."""
+        self._sent_at[seq] = now
+        self._sent_at.pop(seq - UNANSWERED_MAX, None)
+
+    def record_answer(self, heard: int) -> None:
+        """Record that the coordinator has answered the report with this number."""
+        if (sent_at := self._sent_at.get(heard)) is not None:
+            self.answered_at = sent_at
+            self._sent_at = {seq: at for seq, at in self._sent_at.items() if seq > heard}
+
+    def has_lease(self, now: float) -> bool:
+        """Return whether an answer alone gives the right to act."""
+        return self.answered_at is not None and now < self.answered_at + self._policy.lease_s
+
+    def is_abandoned(self, now: float) -> bool:
+        """Return whether the coordinator has been silent for so long that it has given us up."""
+        return self.answered_at is not None and now >= self.answered_at + self._policy.abandon_s
+
+    def acting_until(self, proved_at: float, now: float) -> float:
+        """Return when a worker must stop acting; it has not begun to before the first answer."""
+        if self.answered_at is None:
+            return now
+        return acting_deadline(self.answered_at, proved_at, self._policy)
+
+    def check(self) -> None:
+        """Assert that only so many reports are remembered."""
+        require(len(self._sent_at) <= UNANSWERED_MAX, "reports without an answer pile up")

@@ -18,7 +18,7 @@ from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.replica.copies import Copies
 from holdfast.engine.core.replica.feeding import Following
 from holdfast.engine.core.transitions import Transitions
-from holdfast.engine.core.views import FollowOrder, View
+from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import Phase, ReplicaStage
 
 
@@ -102,7 +102,7 @@ class Replica:
         self._standing = standing
         self._keeps_checkpoints = keeps
         self._store = StoreWait(restore_s)
-        self._opened = -1  # the newest step that was opened in this loop
+        self.opened = -1  # the newest step that was opened in this loop
         self._withdrawn: object = ()  # the invalidations that were passed to the store last
 
     @property
@@ -184,7 +184,7 @@ class Replica:
                 return False
             self._go_to(SyncStage.CURRENT)
             return True
-        waits = self._opened == status.committed and status.waiting
+        waits = self.opened == status.committed and status.waiting
         if status.committed < view.resume_step:
             if waits:
                 self._is_receiving = True
@@ -219,17 +219,6 @@ class Replica:
         self._go_to(SyncStage.CATCHING_UP)
         return True
 
-    def record_sync(self, view: View) -> None:
-        """Take note that all members hold the state: this one does, however it came by it."""
-        standing = self._standing
-        self._following.end_as_member()
-        if not standing.status.has_state:
-            standing.change(
-                state=ReplicaStage.CURRENT,
-                committed=view.resume_step,
-                hosted=view.hosted_by(standing.me),
-            )
-
     def is_behind(self, view: View) -> bool:
         """Return whether this member has yet to apply steps that it has missed."""
         late = view.late_worker(self._standing.me) is not None
@@ -250,19 +239,12 @@ class Replica:
 
     def enter_loop(self) -> None:
         """Begin another loop of the script."""
-        self._opened = -1
+        self.opened = -1
         self._copies.saves.enter_loop()
 
     def record_opened(self, step: int) -> None:
         """Record that the script is ready to compute a step."""
-        self._opened = self._following.opened = step
-
-    def is_within_loop(self) -> bool:
-        """Return whether the boundary at which the script rests follows a step of this loop.
-
-        What a script does between two loops it would do again to a state that is copied there.
-        """
-        return self._opened == self._standing.status.committed - 1
+        self.opened = self._following.opened = step
 
     def begin(self) -> None:
         """Order the script to leave its boundary, if it is at one, and to open the next step."""
@@ -276,21 +258,6 @@ class Replica:
         standing.order(ef.Begin(step, whole, joined))
 
     # ------------------------------------------------------------ sources
-
-    def heed(self, order: FollowOrder | None) -> None:
-        """Take the present order to feed workers: this one may feed or be fed."""
-        self._standing.carry(self._copies.feeding.take_order(order, self._standing.view))
-        if not self._following.joins_fed:
-            self._following.heed(order)
-
-    def record_feed_failure(self, number: int, reason: str) -> bool:
-        """Record that an order cannot be carried out; return whether this worker follows it."""
-        standing = self._standing
-        self._copies.feeding.record_failure(number)
-        standing.change(unfed=max(standing.status.unfed, number))
-        standing.note("join", f"workers are not fed while others train: {reason}")
-        order = self._following.order
-        return order is not None and order.number == number
 
     def record_obtain_failure(self, event: ev.ObtainFailed) -> None:
         """Record that the base, or a step since, cannot be had from a source."""
@@ -306,8 +273,3 @@ class Replica:
             standing.note("memory", event.reason)
         else:
             standing.carry(self._store.record_silence(event.reason, standing.now))
-
-    def record_loading(self) -> None:
-        """Record that the driver begins to overwrite the script's state."""
-        if not self._standing.status.has_state:
-            self._standing.change(state=ReplicaStage.OBTAINING)

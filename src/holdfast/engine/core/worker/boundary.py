@@ -14,8 +14,9 @@ from holdfast.engine.core.replica.feeding import Following
 from holdfast.engine.core.replica.replica import Replica
 from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.types import ViewNumber
+from holdfast.engine.core.views import FollowOrder
 from holdfast.engine.core.worker.membership import Membership
-from holdfast.engine.core.worker_status import Phase
+from holdfast.engine.core.worker_status import Phase, ReplicaStage
 
 
 class Boundary:
@@ -42,8 +43,15 @@ class Boundary:
         view = self._standing.view
         assert view is not None, "a group without a view"
         self._step.watch.lateness.record_built(self._standing.now)
-        self._replica.record_sync(view)
-        self._standing.tell()
+        standing = self._standing
+        self._following.end_as_member()
+        if not standing.status.has_state:
+            standing.change(
+                state=ReplicaStage.CURRENT,
+                committed=view.resume_step,
+                hosted=view.hosted_by(standing.me),
+            )
+        standing.tell()
         self._replica.begin()
         self._step.begin_steps()
 
@@ -84,13 +92,30 @@ class Boundary:
 
     def fail_feed(self, number: int, reason: str) -> None:
         """Record that an order to feed failed here; a worker that depends on it leaves."""
-        if not self._replica.record_feed_failure(number, reason):
+        standing, order = self._standing, self._following.order
+        self._copies.feeding.record_failure(number)
+        standing.change(unfed=max(standing.status.unfed, number))
+        standing.note("join", f"workers are not fed while others train: {reason}")
+        if order is None or order.number != number:
             return
         if self._following.joins_fed:
             why = f"was not fed until it could join ({reason})"
-            self._membership.promise(self._standing.status.view, why)
+            self._membership.promise(standing.status.view, why)
         self._following.end()
-        self._standing.tell()
+        standing.tell()
+
+    def heed(self, order: FollowOrder | None) -> None:
+        """Take the present order to feed workers: this one may feed or be fed."""
+        self._standing.carry(self._copies.feeding.take_order(order, self._standing.view))
+        if not self._following.joins_fed:
+            self._following.heed(order)
+
+    def is_within_loop(self) -> bool:
+        """Return whether the boundary at which the script rests follows a step of this loop.
+
+        What a script does between two loops it would do again to a state that is copied there.
+        """
+        return self._replica.opened == self._standing.status.committed - 1
 
     def handle_fed(self, event: ev.Obtained) -> None:
         """Continue with a part of the feed, or without, as the source has answered."""

@@ -30,7 +30,7 @@ from holdfast.engine.core.types import NO_VIEW, Incarnation, Tick, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.boundary import Boundary
 from holdfast.engine.core.worker.membership import Membership
-from holdfast.engine.core.worker_status import Phase, Stage, WorkerStatus
+from holdfast.engine.core.worker_status import Phase, ReplicaStage, Stage, WorkerStatus
 
 ReplicaEvent = (
     ev.StateCopied
@@ -140,7 +140,7 @@ class WorkerMachine:
                 standing.change(stage=Stage.READY, loop=loop, opened=0, phase=Phase.SCRIPT)
                 standing.tell()
             case ev.AtBoundary():
-                self._boundary.copy_next(None, within=self._replica.is_within_loop())
+                self._boundary.copy_next(None, within=self._boundary.is_within_loop())
             case ev.RoomSeen(has_room):
                 self._copies.room.see(has_room=has_room)
                 if self._copies.room.is_held:
@@ -210,7 +210,9 @@ class WorkerMachine:
                 if self._copies.room.is_held:
                     replica.begin()
             case ev.Loading():
-                replica.record_loading()
+                # The driver begins to overwrite the script's state.
+                if not self._standing.status.has_state:
+                    self._standing.change(state=ReplicaStage.OBTAINING)
             case ev.FollowerBehind():
                 self._standing.carry(self._copies.feeding.fall_behind(event))
             case ev.StateFed() | ev.StepFed():
@@ -321,7 +323,7 @@ class WorkerMachine:
             if not view.joiners or replica.is_behind(view):
                 replica.begin()
             self._boundary.follow()
-        replica.heed(directive.follow)
+        self._boundary.heed(directive.follow)
         if self._copies.room.makes_way():
             why = "waits for room, so the planned change comes at once"
             membership.promise(self._standing.status.view, why)
