@@ -1,7 +1,6 @@
 """How large a function, a file, a constructor or a class may be.
 
-A part of tidy.py. A limit is an alarm: where a concept needs more room it has it in the open, in
-one of the tables below, and the numbers there may only fall.
+A part of tidy.py. A limit is an alarm: what comes near it is several concepts in one.
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ METHODS_MAX = 20
 ATTRIBUTES_MAX = 15  # assigned by methods; the fields of a record do not count
 SHORT_FILE_LINES = 40
 
-LONG_FILES: dict[str, int] = {}  # lines at most
-LARGE_CLASSES: dict[str, tuple[int, int]] = {  # methods and attributes at most
-    "Process": (35, 39),
-}
 # Each is a seam where two sides meet, or a leaf that several use.
 SHORT_FILES = frozenset(
     (
@@ -46,7 +41,7 @@ def find_long_functions(modules: list[Module]) -> Iterator[Finding]:
 def find_long_files(modules: list[Module]) -> Iterator[Finding]:
     for module in modules:
         lines = len(module.source.splitlines())
-        if lines > LONG_FILES.get(module.path, FILE_LINES_MAX):
+        if lines > FILE_LINES_MAX:
             yield Finding(module, FILE_LINES_MAX, f"has {lines} lines")
 
 
@@ -70,8 +65,7 @@ def find_large_classes(modules: list[Module]) -> Iterator[Finding]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 methods, attributes = measure(node)
-                most = LARGE_CLASSES.get(node.name, (METHODS_MAX, ATTRIBUTES_MAX))
-                if methods > most[0] or attributes > most[1]:
+                if methods > METHODS_MAX or attributes > ATTRIBUTES_MAX:
                     size = f"{methods} methods and {attributes} attributes"
                     yield Finding(module, node.lineno, f"{node.name} has {size}")
 

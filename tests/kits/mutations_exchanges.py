@@ -61,7 +61,7 @@ def a_piece_of_an_older_view_is_taken(patch: pytest.MonkeyPatch) -> Machines:
     plain = turns.handle_turn
 
     def handle(process: Actor, number: int, name: TurnOf, sender: Key, body: object) -> None:
-        present = process.group.number if process.group is not None else number
+        present = process.tie.group.number if process.tie.group is not None else number
         plain(process, present, name, sender, body)
 
     patch.setattr(turns, "handle_turn", handle)

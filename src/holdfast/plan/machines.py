@@ -136,7 +136,7 @@ class _Run:
     @property
     def _steps(self) -> int:
         """Return the number of steps that the job has completed."""
-        steps = [process.step for process in self._world.live_processes()]
+        steps = [process.work.step for process in self._world.live_processes()]
         self._newest = max(steps, default=self._newest)
         return self._newest
 

@@ -61,9 +61,12 @@ class Truth:
 
     def check_script_end(self, process: Actor) -> None:
         """Check that a script that ran to its end holds the result of the job."""
-        wrong = process.state != self.history.states[process.until] and not self.errors.hidden
-        if process.step != process.until or wrong:
-            steps = f"{process.step} of {process.until}"
+        wrong = (
+            process.work.state != self.history.states[process.script.until]
+            and not self.errors.hidden
+        )
+        if process.work.step != process.script.until or wrong:
+            steps = f"{process.work.step} of {process.script.until}"
             raise Violation(f"worker {process.key} finished at step {steps}")
         self.errors.check_script_end()
         self.history.completed = True
@@ -79,7 +82,7 @@ class Truth:
         """Check that the job makes progress, unless it ends."""
         disk = self.membership.disk
         if not self.endings.is_ending and disk is not None and disk.outcome is None:
-            running = (p for _, p in sorted(self.processes.live.items()) if not p.ailing)
+            running = (p for _, p in sorted(self.processes.live.items()) if not p.health.ailing)
             ordered = [p for p in running if self.membership.ordered.get(p.worker) == p.key[1]]
             self.quiet_times.look(now, disturbed_until, self.membership.newest_view, ordered)
 
@@ -101,8 +104,8 @@ class Truth:
 
     def _check_determinism(self, process: Actor) -> None:
         """Check that members that take their hardware for not deterministic are all wrong."""
-        keys = process.group.keys if process.group is not None else ()
-        if any(self.processes.started[key].spoiling.lied_in < process.step for key in keys):
+        keys = process.tie.group.keys if process.tie.group is not None else ()
+        if any(self.processes.started[key].spoiling.lied_in < process.work.step for key in keys):
             raise Violation("deterministic machines are taken for others")
         self.errors.hidden = self.errors.compares_nothing = True  # all of them were wrong
 
@@ -113,8 +116,12 @@ class Truth:
         """
         news = [each for each in invalidations if not is_covered(each, self.history.doubts)]
         self.history.doubts = merge(self.history.doubts, news)
-        if news and process.group is not None and not self.rows.are_lost(process.group.number):
-            self.errors.record_notice(process.group.keys)
+        if (
+            news
+            and process.tie.group is not None
+            and not self.rows.are_lost(process.tie.group.number)
+        ):
+            self.errors.record_notice(process.tie.group.keys)
 
     def _check_saved(self, process: Actor, step: int) -> None:
         """Check that a checkpoint exists which a worker reports as saved."""

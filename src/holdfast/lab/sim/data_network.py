@@ -120,7 +120,7 @@ class DataNetwork:
     def install(self, process: Actor, view: View) -> None:
         """Begin to build the group of `view`, and give up if other members stay away."""
         world = self._world
-        group = process.group = Group(self.shapes.of(view))
+        group = process.tie.group = Group(self.shapes.of(view))
         here = self._arrived.setdefault(group.number, [])
         here.append(process)
         process.post(world.options.link_s, self._report_unreachable, process, view.number)
@@ -177,8 +177,8 @@ class DataNetwork:
         what: What | TurnOf,
         body: object,
     ) -> None:
-        if sender.cut_through >= link[0] or self._cut_links or self._apart:
-            if sender.cut_through >= link[0] or link in self._cut_links:
+        if sender.tie.cut_through >= link[0] or self._cut_links or self._apart:
+            if sender.tie.cut_through >= link[0] or link in self._cut_links:
                 return
             if self.is_apart(sender, receiver):
                 # Order is kept: no later message may overtake the loss.
@@ -200,7 +200,7 @@ class DataNetwork:
         group.open = False
         world, options = self._world, self._world.options
         if world.rng.random() < options.cut_in_flight:
-            process.cut_through = max(process.cut_through, group.number)
+            process.tie.cut_through = max(process.tie.cut_through, group.number)
         if len(group.keys) > CROWD:
             self._closed[group.number] += 1
             if self._closed[group.number] > TELLERS:
@@ -240,9 +240,11 @@ class DataNetwork:
         live = self._world.live_processes()
         for p in live:
             for q in live:
-                if p.agent == a and q.agent == b and p.group is not None and q.group is not None:
-                    if p.group.number == q.group.number and p.group.open and q.group.open:
-                        self.silence(p, q, p.group.number)
+                ours, theirs = p.tie.group, q.tie.group
+                if (p.agent, q.agent) != (a, b) or ours is None or theirs is None:
+                    continue
+                if ours.number == theirs.number and ours.open and theirs.open:
+                    self.silence(p, q, ours.number)
 
     def join(self, a: str, b: str) -> None:
         """Join two nodes' data networks again."""
@@ -256,7 +258,7 @@ class DataNetwork:
     def _report_unreachable(self, process: Actor, number: int) -> None:
         """Report the unreachable members to one whose group takes long to build."""
         group = process.open_group(number)
-        if group is None or process.is_connected or not self._apart:
+        if group is None or process.tie.is_connected or not self._apart:
             return
         here = self._arrived.get(group.number, [])
         lost = tuple(p.worker for p in here if p.alive and self.is_apart(process, p))
@@ -265,7 +267,7 @@ class DataNetwork:
 
     def _handle_build_timeout(self, process: Actor, number: int) -> None:
         group = process.open_group(number)
-        if group is not None and not process.is_connected:
+        if group is not None and not process.tie.is_connected:
             process.feed(GroupBroken(group.view.number, "the group could not be built in time"))
 
     def ask_awaited(self, asker: Actor, group: Group, rank: int, step: int) -> int:

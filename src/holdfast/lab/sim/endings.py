@@ -167,7 +167,10 @@ class Endings:
         """Check that a job which is stopped in good health has saved its newest state, and soon."""
         truth, options = self._truth, self._options
         step, processes = self.stop_at or 0, truth.processes.started.values()
-        ill = any(p.ailing or p.stopped or p.silent or p.paused or p.stuck for p in processes)
+        ill = any(
+            p.health.ailing or p.stopped or p.silent or p.paused or p.health.stuck
+            for p in processes
+        )
         at_end = step >= options.steps - 1 or step in (end - 1 for end in options.loops)
         # A worker that commits by a view and not by its votes does not know that a save was agreed
         # on.
@@ -184,7 +187,7 @@ class Endings:
 
 
 def _count_ill(processes: Iterable[Actor]) -> int:
-    return sum(process.spoiling.is_ill(process.step) for process in processes)
+    return sum(process.spoiling.is_ill(process.work.step) for process in processes)
 
 
 class LeavingNode(Protocol):
@@ -237,7 +240,7 @@ class PlannedLeaves:
 
     def check_kill(self, process: Actor, reason: str, now: float) -> None:
         """Check that a worker is ended for a reason that holds."""
-        if reason.startswith("frozen") and not process.froze:
+        if reason.startswith("frozen") and not process.health.froze:
             raise Violation(f"worker {process.key} is ended as frozen: it never was")
         disk, truth = self._truth.membership.disk, self._truth
         if disk is None or reason != REPLACED or disk.outcome is not None:
@@ -275,7 +278,7 @@ class PlannedLeaves:
         recalled = view.recall.step if view.recall is not None and view.recall.sources else 0
         kept, done = self._find_newest(recalled=recalled), status.committed
         if not self._options.redundancy.data:
-            unannounced = process.last_step_of != status.view
+            unannounced = process.tie.last_step_of != status.view
             unplanned = unannounced and (status.has_stopped or shares)
             unplanned = unplanned or status.view in self._given_up or self._seems_to_hang(now)
             if not self._options.save_every or unplanned or done in self._truth.stored.failed:
@@ -312,5 +315,11 @@ class PlannedLeaves:
 
 
 def _is_sound(process: Actor) -> bool:
-    ill = process.ailing or process.stopped or process.silent or process.paused or process.stuck
+    ill = (
+        process.health.ailing
+        or process.stopped
+        or process.silent
+        or process.paused
+        or process.health.stuck
+    )
     return not ill and process.spread.is_whole and not is_out_of_time(process)

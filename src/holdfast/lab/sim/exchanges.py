@@ -177,7 +177,7 @@ class Exchanges:
         match effect:
             case ef.Gather(_, topic, row):
                 if topic is Topic.REPORT_FAULT:
-                    row = (*row, hash((process.state, process.spoiling.flipped)))
+                    row = (*row, hash((process.work.state, process.spoiling.flipped)))
                 elif topic is Topic.VOTE:
                     self._world.truth.proofs.record_given_vote(group.view.number, row, process.key)
                 data.turns.gather(process, group, group.turn(topic.value), row)
@@ -193,7 +193,7 @@ class Exchanges:
                 row = answer(effect.question, self.rank, *sums)
                 data.turns.gather(process, group, group.turn("piece"), row)
             case ef.UseCorrectSum():
-                process.total = self._true_total
+                process.work.total = self._true_total
             case ef.SendDone(_, step, samples):
                 data.send(process, group, group.keys[0], ("done", step), samples)
             case ef.SendCounted(_, step, ranks):
@@ -249,15 +249,15 @@ class Exchanges:
         rank = group.view.rank(process.worker)
         hosted = process.machine.snapshot().hosted
         counts = rank in reduce.counted
-        tokens = tuple((v, process.tokens[v] if counts else DROPPED) for v in hosted)
+        tokens = tuple((v, process.work.tokens[v] if counts else DROPPED) for v in hosted)
         flip = -2 if spoiling.flipped is None else spoiling.flipped
         part = flip if cycle and flip == reduce.step % cycle else -2
-        whole = flip + 10 if process.whole and cycle > 1 else 0  # 0: it was not taken
+        whole = flip + 10 if process.work.whole and cycle > 1 else 0  # 0: it was not taken
         wrongly = False
         if self._world.options.kind_of(reduce.step) is StepKind.GRADIENTS:
             wrongly, spoiling.sums_wrongly = spoiling.sums_wrongly, False
         copied = process.feeds.copied_fingerprint(reduce.step)
-        kind = self._world.options.kind_of(process.open_step)
+        kind = self._world.options.kind_of(process.work.open_step)
         mine = Contribution(tokens, part, whole, copied, kind, wrongly)
         turns, (_, number) = self._world.data.turns, group.newest_turn("rows")
         step, self._rows_step = reduce.step, reduce.step
@@ -284,10 +284,10 @@ class Exchanges:
         self.wrongly = mine.wrongly
         if mine.wrongly and len(group.keys) > 1:
             self.wrongly = makers_of(self._hosts, len(group.keys)).makers_among(mine.wrongly)
-        process.total = hash((mine.total, self.wrongly)) if self.wrongly else mine.total
-        process.total_step = reduce.step
+        process.work.total = hash((mine.total, self.wrongly)) if self.wrongly else mine.total
+        process.work.total_step = reduce.step
         looks = bool(self._world.options.cycle)
-        copies = process.copies
+        copies = process.work.copies
         sent = {v: token for _, v, token in mine.parts} if copies else {}
         unlike = [vrank for vrank, token in sorted(copies.items()) if sent[vrank] != token]
         process.feed(
@@ -300,7 +300,7 @@ class Exchanges:
                 doubt=self._doubt(mine, group),
                 bits=hash(mine.poisoned) if mine.poisoned else 0,
                 unlike=tuple(unlike),
-                compute_us=process.compute_us,
+                compute_us=process.work.compute_us,
             )
         )
 

@@ -202,11 +202,11 @@ class Faults:
 
     def _break_link(self) -> None:
         world = self._world
-        live = [p for p in world.live_processes() if p.group is not None and p.group.open]
+        live = [p for p in world.live_processes() if p.tie.group is not None and p.tie.group.open]
         a = world.rng.choice(live) if live else None
-        if a is None or a.group is None:
+        if a is None or a.tie.group is None:
             return
-        number = a.group.number
+        number = a.tie.group.number
         peers = [p for p in live if p is not a and p.open_group(number) is not None]
         if peers:
             self.note("link_break")
@@ -254,26 +254,30 @@ class WorkerFaults:
             case "quit":  # something in the script calls os._exit(0)
                 process.end(0)
             case "freeze":
-                process.stopped = process.froze = True
+                process.stopped = process.health.froze = True
                 process.host.sampler.watch(process)
                 if rng.random() < 0.7:  # else only the agent ends it
                     self._faults.heal_later(rng.uniform(0.1, 4.0), process.resume)
             case "silent":
-                process.ailing = process.ailing or process.silenced  # so often that it may count
-                process.silent = process.silenced = True
+                process.health.ailing = (
+                    process.health.ailing or process.health.silenced
+                )  # so often that it may count
+                process.silent = process.health.silenced = True
                 process.host.sampler.watch(process)
                 self._faults.heal_later(rng.uniform(0.5, 6.0), process.resume)
             case "busy":
-                process.stuck = process.ailing = True
+                process.health.stuck = process.health.ailing = True
                 self._faults.heal_later(rng.uniform(0.5, 6.0), self._unstick, process)
             case "stuck":
-                process.stuck = process.ailing = rng.random() < 0.2 or process.ailing
+                process.health.stuck = process.health.ailing = (
+                    rng.random() < 0.2 or process.health.ailing
+                )
                 self._faults.heal_later(3 * world.options.hang_s, self._unstick, process)
             case "flip" | "liar" | "lie_once" | "poison" | "sum_wrongly":
                 self._spoil(kind, process)
             case "slow":
-                process.ailing = True
-                process.slowness = rng.uniform(2.0, 10.0)
+                process.health.ailing = True
+                process.health.slowness = rng.uniform(2.0, 10.0)
                 self._faults.heal_later(rng.uniform(1.0, 20.0), hasten, process)
 
     def strike_further(self, kind: str, process: Process) -> None:
@@ -288,7 +292,7 @@ class WorkerFaults:
             case "quit":
                 each.end(0)
             case "freeze" | "silent":
-                process.ailing = True
+                process.health.ailing = True
                 each.stopped, each.silent = kind == "freeze", kind == "silent"
                 each.host.sampler.watch(each)
                 self._faults.heal_later(rng.uniform(0.1, 6.0), each.resume)
@@ -302,7 +306,7 @@ class WorkerFaults:
             case "flip":
                 process.spoiling.flipped = rng.randrange(max(world.options.cycle, 1))
                 # A second computation gives another result.
-                process.spoiling.lied_in = process.step
+                process.spoiling.lied_in = process.work.step
             case "liar":
                 process.spoiling.lies = rng.choice((7, -1))
                 if world.options.wrong_together:
@@ -318,7 +322,7 @@ class WorkerFaults:
                 process.spoiling.sums_wrongly = True
 
     def _unstick(self, process: Process) -> None:
-        process.stuck = False
+        process.health.stuck = False
 
     def draw_lie_at_start(self, process: Process) -> int:
         """Return the error that a starting process adds to its results, if its machine is wrong."""
@@ -463,7 +467,7 @@ class NodeFaults:
 
 def hasten(process: Process) -> None:
     """End the slowness of a process."""
-    process.slowness = 1.0
+    process.health.slowness = 1.0
 
 
 def strike_between_turns(
@@ -478,7 +482,7 @@ def strike_between_turns(
     if act == "kill":
         struck.end(-9, f"killed between two turns of a {place}")
     elif act == "freeze":
-        struck.stopped = struck.froze = True
+        struck.stopped = struck.health.froze = True
         struck.host.sampler.watch(struck)
         if world.rng.random() < 0.7:  # else only the agent ends it
             faults.heal_later(world.rng.uniform(0.1, 4.0), struck.resume)
@@ -486,8 +490,8 @@ def strike_between_turns(
         world.data.part(process.agent, peer.agent)
         duration_s = world.rng.choice((0.2, 1.0, 10.0)) * world.rng.uniform(0.2, 2.0)
         faults.heal_later(duration_s, world.data.join, process.agent, peer.agent)
-    elif peer is not None and process.group is not None:
-        world.data.cut_link(process, peer, process.group.number)
+    elif peer is not None and process.tie.group is not None:
+        world.data.cut_link(process, peer, process.tie.group.number)
 
 
 def fill_disk(faults: Faults, live: list[Process], rng: Random, duration_s: float) -> None:
@@ -539,5 +543,7 @@ def draw_own_lie(process: Process, steady: dict[int, None]) -> int:
 
 def _are_mostly_sound(members: Sequence[Process | None], one: Process) -> bool:
     """Return whether most of these members would still be sound if this process were not."""
-    sound = [m for m in members if m is not None and m is not one and not m.spoiling.is_ill(m.step)]
+    sound = [
+        m for m in members if m is not None and m is not one and not m.spoiling.is_ill(m.work.step)
+    ]
     return 2 * len(sound) > len(members)

@@ -106,7 +106,7 @@ class Feeds(SimulatedEnd):
         self._place = (rank, count_feeders(len(view.members)))
         flipped = process.spoiling.flipped
         world.truth.steps.check_staging(process, effect.step)
-        copy = StagedCopy(effect.step, *self._place, process.state, flipped)
+        copy = StagedCopy(effect.step, *self._place, process.work.state, flipped)
         self._copied = copy
         if _is_feeder(*self._place):
             self._send(copy, world.options.load_s)
@@ -123,7 +123,7 @@ class Feeds(SimulatedEnd):
         """Send this process's piece of a sum that is committed."""
         if not _is_feeder(*self._place):
             return
-        share = Share(*self._place, self._process.total or 0)
+        share = Share(*self._place, self._process.work.total or 0)
         self._send((order.step, share), compared=order.compared)
         feed, world = self._order, self._world
         chance = world.options.feed_fails * BEHIND
@@ -240,7 +240,7 @@ class Feeds(SimulatedEnd):
     def load_state(self, order: ef.ObtainState, group: Group | None) -> None:
         """Load the state, which takes a while."""
         process, world = self._process, self._world
-        process.state = None
+        process.work.state = None
         process.post(world.delay(world.options.load_s), self._finish_load, order.order)
 
     def _finish_load(self, number: int) -> None:
@@ -251,7 +251,7 @@ class Feeds(SimulatedEnd):
         if len({(copy.step, copy.size, copy.state) for copy in copies.values()}) > 1:
             raise Violation(f"worker {process.key} is fed copies that do not fit: {copies}")
         for rank, copy in sorted(copies.items()):
-            process.state, process.step = copy.state, copy.step
+            process.work.state, process.work.step = copy.state, copy.step
             if copy.flipped is not None and copy.flipped % copy.size == rank:
                 process.spoiling.flipped = copy.flipped
                 unlike = len({each.flipped for each in copies.values()}) > 1
@@ -264,7 +264,7 @@ class Feeds(SimulatedEnd):
         process, step = self._process, order.step
         shares = sorted(self._steps[self._number].pop(step))
         self._world.truth.steps.check_pieces(process, step, shares)
-        process.total, process.total_step = shares[0].total, step
+        process.work.total, process.work.total_step = shares[0].total, step
         self._world.truth.count["steps fed"] += 1
         process.feed(ev.StepObtained(SourceKind.FEED, order.view, step))
 

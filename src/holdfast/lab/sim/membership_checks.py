@@ -71,7 +71,7 @@ class Processes:
     def check_replacement(self, worker: int) -> None:
         """Check that something is wrong with the process of a worker that counts as hung."""
         for process in self.live.values():
-            if process.worker == worker and not process.ailing:
+            if process.worker == worker and not process.health.ailing:
                 raise Violation(f"worker {process.key} is replaced as hung: nothing ails it")
 
     def check_waking(self, process: Actor, newest: int) -> None:
@@ -210,7 +210,7 @@ class ViewChecks:
                 continue
             status = process.machine.snapshot()
             shares = self._options.shard_optimizer
-            if shares and view.donors and process.step < self._options.steps:
+            if shares and view.donors and process.work.step < self._options.steps:
                 raise Violation(f"worker {process.key} goes on with its share of the state only")
             holds = status.has_state and not view.donors and not self._is_state_discarded(before)
             holds = holds and not shares
@@ -270,8 +270,10 @@ class ViewChecks:
         """Check a view when a worker builds its group; `promised`: the view it promised before."""
         if promised >= view.number:
             raise Violation(f"worker {process.key} installs view {view.number}: it gave that up")
-        if process.group is not None and process.group.open:
-            raise Violation(f"worker {process.key} leaves view {process.group.number} unaborted")
+        if process.tie.group is not None and process.tie.group.open:
+            raise Violation(
+                f"worker {process.key} leaves view {process.tie.group.number} unaborted"
+            )
         if self.views.get(view.number) != view:
             raise Violation(f"worker {process.key} installs a view that was never formed: {view}")
         if view.number <= before:
@@ -282,8 +284,8 @@ class ViewChecks:
         started = [self._processes.started[key] for key in keys if key in self._processes.started]
         if all(each.spoiling.lacks for each in started):
             self._errors.hidden = True  # no live worker has the state that the script kept
-        lost = sorted(set(process.tokens) - set(view.hosted_by(process.worker)))
-        in_step = process.open_step == process.machine.snapshot().committed == view.resume_step
+        lost = sorted(set(process.work.tokens) - set(view.hosted_by(process.worker)))
+        in_step = process.work.open_step == process.machine.snapshot().committed == view.resume_step
         late = view.is_late(process.worker)
         if in_step and lost and not late:  # its results are in sums by now
             raise Violation(f"worker {process.key} loses virtual ranks {lost} in mid-step")

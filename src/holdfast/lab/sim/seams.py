@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from holdfast.engine.core.ground.events import WorkerEvent
 from holdfast.engine.core.types import AgentId, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.machine import WorkerMachine
-from holdfast.lab.sim.arithmetic import Key, Parts, Spoiling
+from holdfast.lab.sim.arithmetic import INITIAL_STATE, Key, Parts, Spoiling
 from holdfast.lab.sim.groups import Group, What
 from holdfast.lab.sim.run_options import Options
 
@@ -106,36 +107,94 @@ class AllNodes(Protocol):
     def visit_memories(self, call: Callable[[Memory, AgentId, int], None]) -> None: ...
 
 
+@dataclass(slots=True)
+class ScriptState:
+    """Keeps the state that a script holds, and the results of its step."""
+
+    #: None while it is written.
+    state: int | None = INITIAL_STATE
+    #: The steps that were applied to it.
+    step: int = 0
+    loop: int = 0
+    #: The step that the script computes.
+    open_step: int = -1
+    #: All of the state is looked at in that step.
+    whole: bool = False
+    #: The script is held between two steps.
+    at_rest: bool = False
+    #: The results of the tasks that its worker hosts.
+    tokens: dict[int, int] = field(default_factory=dict)
+    #: The results of speculative tasks.
+    copies: dict[int, int] = field(default_factory=dict)
+    #: The compute time of the step's tasks so far.
+    compute_us: int = 0
+    total: int | None = None
+    total_step: int = -1
+
+
+@dataclass(slots=True)
+class Ailments:
+    """Keeps the faults that a process has had, and has."""
+
+    #: It was silent at some time.
+    silenced: bool = False
+    #: It was stopped by a fault at some time.
+    froze: bool = False
+    #: The main thread never comes back.
+    stuck: bool = False
+    #: Stuck or very slow at some time: it may count as hung.
+    ailing: bool = False
+    slowness: float = 1.0
+
+
+@dataclass(slots=True)
+class Tie:
+    """Keeps what ties a process to the other members of its view."""
+
+    group: Group | None = None
+    is_connected: bool = False
+    #: The view whose vote announced a planned change.
+    last_step_of: int = -1
+    #: Messages of views up to this one are lost.
+    cut_through: int = -1
+
+
+class ScriptAtWork(Protocol):
+    """Is what a script does just now."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    @property
+    def until(self) -> int: ...
+
+    @property
+    def can_wait(self) -> bool: ...
+
+
 class Actor(Protocol):
     """Is one worker process, as all but itself see it."""
 
-    worker: WorkerId
     key: Key
-    agent: AgentId
     alive: bool
     stopped: bool
     silent: bool
     paused: bool
-    froze: bool
-    stuck: bool
-    ailing: bool
-    at_rest: bool
-    whole: bool
-    state: int | None
-    step: int
-    open_step: int
-    tokens: dict[int, int]
-    copies: dict[int, int]
-    compute_us: int
-    total: int | None
-    total_step: int
-    last_step_of: int
-    cut_through: int
-    is_connected: bool
-    group: Group | None
+
+    health: Ailments
+    tie: Tie
 
     @property
-    def until(self) -> int: ...
+    def worker(self) -> WorkerId: ...
+
+    @property
+    def agent(self) -> AgentId: ...
+
+    @property
+    def work(self) -> ScriptState: ...
+
+    @property
+    def script(self) -> ScriptAtWork: ...
 
     @property
     def is_running(self) -> bool: ...

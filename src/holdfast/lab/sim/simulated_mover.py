@@ -94,7 +94,7 @@ class StoreEnd(SimulatedEnd):
             self._refuse(view, step)
             return
         process.feed(ev.Loading())
-        process.state = None
+        process.work.state = None
         process.post(world.delay(world.options.load_s), self._finish_load, group.number)
 
     def _refuse(self, view: View, step: int) -> None:
@@ -113,9 +113,9 @@ class StoreEnd(SimulatedEnd):
         if group.view.base not in self._world.truth.stored.saved:  # it was removed by now
             self._refuse(group.view, group.view.base)
         else:
-            process.step = group.view.base
-            process.state, process.spoiling.flipped = self._world.truth.check_loaded_state(
-                process.step
+            process.work.step = group.view.base
+            process.work.state, process.spoiling.flipped = self._world.truth.check_loaded_state(
+                process.work.step
             )
             process.feed(ev.StateObtained(SourceKind.STORE, group.view.number))
 
@@ -137,7 +137,7 @@ class MemoryEnd(SimulatedEnd):
         recall = _recall_of(group)
         process, world = self._process, self._world
         process.feed(ev.Loading())
-        process.state = None
+        process.work.state = None
         process.post(world.delay(world.options.load_s), self._finish_recall, order.view, recall)
 
     def _finish_recall(self, number: ViewNumber, recall: Recall) -> None:
@@ -148,8 +148,8 @@ class MemoryEnd(SimulatedEnd):
         if copy is None:
             process.feed(_make_failure(SourceKind.MEMORY, group, "pieces of the state are missing"))
             return
-        process.step = recall.base
-        process.state, process.spoiling.flipped = copy
+        process.work.step = recall.base
+        process.work.state, process.spoiling.flipped = copy
         self._world.truth.count["states recalled"] += 1
         process.feed(ev.StateObtained(SourceKind.MEMORY, number))
 
@@ -165,7 +165,7 @@ class MemoryEnd(SimulatedEnd):
                 _make_failure(SourceKind.MEMORY, group, "pieces of a gradient are missing")
             )
             return
-        process.total, process.total_step, process.exchanges.parts = total, step, ()
+        process.work.total, process.work.total_step, process.exchanges.parts = total, step, ()
         self._world.truth.count["steps recalled"] += 1
         process.feed(ev.StepObtained(SourceKind.MEMORY, group.view.number, step))
 
@@ -173,7 +173,7 @@ class MemoryEnd(SimulatedEnd):
         """Begin to make pieces of the copy; the script continues."""
         process, world = self._process, self._world
         world.truth.errors.record_comparison(order.step)
-        copy = (process.state, process.spoiling.flipped)
+        copy = (process.work.state, process.spoiling.flipped)
         process.post(world.delay(world.options.load_s), self._finish_replication, order, copy)
         return ev.StateCopied(order.sink, order.step)
 
@@ -199,8 +199,8 @@ class MemoryEnd(SimulatedEnd):
     def _keep_sum(self, view: View, step: int) -> None:
         """Put them there, unless the view has ended."""
         process, worker = self._process, self._process.worker
-        if process.open_group(view.number) is not None and process.total_step == step:
-            total = process.total
+        if process.open_group(view.number) is not None and process.work.total_step == step:
+            total = process.work.total
             process.spread.visit_memories(
                 lambda memory, _, place: memory.keep_sum(view, worker, step, total, place)
             )
@@ -235,7 +235,7 @@ class MembersEnd(SimulatedEnd):
         """Keep this member's piece of a sum."""
         assert group is not None, "a step is kept in a view"
         rank, size = group.view.rank(self._process.worker), len(group.keys)
-        self._kept[order.step] = Share(rank, size, self._process.total or 0)
+        self._kept[order.step] = Share(rank, size, self._process.work.total or 0)
 
     def forget(self, order: ef.Forget) -> None:
         """Drop every step that was kept, because no member needs it any more."""
@@ -264,7 +264,7 @@ class MembersEnd(SimulatedEnd):
             self._receiving = None
             kept = [shares[key] for key in sorted(shares)]
             self._world.truth.steps.check_pieces(process, receiving.step, kept)
-            process.total, process.total_step = kept[0].total, receiving.step
+            process.work.total, process.work.total_step = kept[0].total, receiving.step
             process.exchanges.parts = ()
             process.feed(ev.StepObtained(SourceKind.MEMBERS, group.view.number, receiving.step))
 
@@ -326,20 +326,22 @@ class SimulatedSync:
         process, view, world = self._process, group.view, self._world
         if process.worker not in group.shape.joiners:
             world.truth.steps.check_donation(process, view)
-            body = (process.state, process.step, process.spoiling.flipped)
+            body = (process.work.state, process.work.step, process.spoiling.flipped)
             for key in group.shape.joiner_keys:
                 if key[0] not in back:
                     load_s = world.options.load_s
                     world.data.send(process, group, key, ("state", 0), body, load_s)
         elif group.shape.donors and process.worker not in back:
             process.feed(ev.Loading())
-            process.state = None
+            process.work.state = None
 
     def _store(self, number: int) -> None:
         process, group = self._process, self._process.open_group(number)
         if group is not None:
             states = group.heard["state", 0]
-            _, (process.state, process.step, process.spoiling.flipped) = min(states.items())
+            _, (process.work.state, process.work.step, process.spoiling.flipped) = min(
+                states.items()
+            )
             process.spoiling.lacks = MISSING_STATE_OFFSET * self._world.options.forgetful
             self._show(group)
             self.go_on(group)
@@ -350,7 +352,7 @@ class SimulatedSync:
         self._world.data.turns.gather(self._process, group, ("digest", 0), self._digest())
 
     def _digest(self) -> tuple[int | None, int | None]:
-        return self._process.state, self._process.spoiling.flipped
+        return self._process.work.state, self._process.spoiling.flipped
 
 
 class SimulatedMover:

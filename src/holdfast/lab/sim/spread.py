@@ -26,7 +26,7 @@ from holdfast.engine.core.types import AgentId, Incarnation, Tick, ViewNumber, W
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.membership_checks import Proofs
-from holdfast.lab.sim.seams import Clock, Memory, ProcessWatch
+from holdfast.lab.sim.seams import Ailments, Clock, Memory, ProcessWatch
 
 _OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # only shard 0 has these
 BREAKS = 0.002  # chance for each thing that a shard does together with other workers
@@ -112,6 +112,10 @@ class Running:
         """Return whether the process is neither stopped nor silent nor paused."""
         return not (self.stopped or self.silent or self.paused)
 
+    def die(self) -> None:
+        """End the process at this very moment."""
+        self.alive = False
+
     def resume(self) -> None:
         """Resume, no longer frozen: handle what piled up at once, unless its agent paused it."""
         self.stopped = self.silent = False
@@ -128,9 +132,11 @@ class FirstProcess(Protocol):
     """Is a worker's process on its first node."""
 
     key: Key
-    agent: AgentId
     alive: bool
-    ailing: bool
+    health: Ailments
+
+    @property
+    def agent(self) -> AgentId: ...
 
     @property
     def spread(self) -> Spread: ...
@@ -340,7 +346,7 @@ class Spread:
     def _drain(self, place: int) -> None:
         further, held = self.further[place], self._held[place]
         if held and self._world.are_apart(self._first.agent, further.agent):
-            self._first.ailing = True
+            self._first.health.ailing = True
             self._world.call_later(RETRY_S, self._drain, place)
             return
         while held:

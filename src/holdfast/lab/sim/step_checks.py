@@ -20,7 +20,7 @@ from holdfast.lab.sim.endings import Endings
 from holdfast.lab.sim.membership_checks import Parts as TruthParts
 from holdfast.lab.sim.membership_checks import Processes, ViewChecks
 from holdfast.lab.sim.run_options import Options
-from holdfast.lab.sim.seams import Actor
+from holdfast.lab.sim.seams import Actor, ScriptAtWork, ScriptState
 from holdfast.lab.sim.wrong_bits import Violation
 
 #: Most commits before a view's end reaches the coordinator, and its reaction the view.
@@ -55,16 +55,16 @@ class StepChecks:
         self._reduced: object = None
 
     def check_donation(self, process: Actor, view: View) -> None:
-        if not process.at_rest:
+        if not process.work.at_rest:
             raise Violation(f"worker {process.key} donates in the middle of a step")
-        if process.state != self._history.states[view.resume_step] and not self._errors.hidden:
+        if process.work.state != self._history.states[view.resume_step] and not self._errors.hidden:
             raise Violation(f"worker {process.key} donates a state that is not the job's")
 
     def check_staging(self, process: Actor, step: int) -> None:
         """Check what a member copies for workers that follow: the job's state, at rest."""
-        if not process.at_rest or process.step != step:
+        if not process.work.at_rest or process.work.step != step:
             raise Violation(f"worker {process.key} copies its state in the middle of a step")
-        if process.state != self._history.states[step] and not self._errors.hidden:
+        if process.work.state != self._history.states[step] and not self._errors.hidden:
             raise Violation(f"worker {process.key} copies a state that is not the job's")
         self._truth.count["staged"] += 1
 
@@ -87,7 +87,7 @@ class StepChecks:
         self._truth.count["adopted"] += 1
         view = process.exchanges.view
         hosts = view is not None and process.worker == view.owners[vrank]
-        if vrank not in process.copies or vrank in process.tokens or not hosts:
+        if vrank not in process.work.copies or vrank in process.work.tokens or not hosts:
             raise Violation(f"worker {process.key} adopts virtual rank {vrank} wrongly")
 
     def check_copy(self, process: Actor, step: int, vrank: int) -> None:
@@ -101,7 +101,7 @@ class StepChecks:
         if process.spoiling.is_spoiled or self._errors.hidden or "poison" in self._options.faults:
             return
         for sender, vrank, token in parts:
-            unlike = process.copies.get(vrank, token) != token
+            unlike = process.work.copies.get(vrank, token) != token
             if unlike and token not in (DROPPED, task(self._history.states[step], step, vrank)):
                 raise Violation(f"step {step} is committed with virtual rank {vrank} of {sender}")
 
@@ -154,9 +154,9 @@ class StepChecks:
 
     def check_opening(self, process: Actor, step: int) -> None:
         """Check that a script begins to compute the step that its state is of."""
-        if process.step != step:
+        if process.work.step != step:
             raise Violation(
-                f"worker {process.key} opens step {step}, its state is of {process.step}"
+                f"worker {process.key} opens step {step}, its state is of {process.work.step}"
             )
 
     def check_vote(self, process: Actor, step: int, by_vote: bool) -> None:
@@ -172,16 +172,21 @@ class StepChecks:
             self._truth.promises.check_vote(view, step)
         replays = view is not None and view.recall is not None and step < view.resume_step
         if view is not None and not replays and not view.feeds(process.worker):
-            summed_in = process.exchanges.summed_in if process.total_step == step else None
+            summed_in = process.exchanges.summed_in if process.work.total_step == step else None
             self._truth.memories.record_commit(process.agent, step, summed_in or view)
-        if view is not None and process.total_step == step and parts and process.total is not None:
+        if (
+            view is not None
+            and process.work.total_step == step
+            and parts
+            and process.work.total is not None
+        ):
             summed_in = process.exchanges.summed_in or view
             if len(summed_in.members) == 1 and process.exchanges.wrongly:
                 # No other worker was there to sum it.
                 self._errors.hidden = True
             if by_vote:
                 self.check_contradictions(process, step, parts)
-            self.check_sum(summed_in, step, parts, process.total)
+            self.check_sum(summed_in, step, parts, process.work.total)
 
     def check_commit(self, process: Actor, step: int, total: int | None, now: float) -> None:
         """Check that a worker applies a step of the job, and to the right state."""
@@ -192,7 +197,7 @@ class StepChecks:
         if step >= self._history.steps:
             raise Violation(f"worker {process.key} commits step {step} of {self._history.steps}")
         self._errors.check_commit(process, step, total)
-        if process.state != self._history.states[step] and not self._errors.hidden:
+        if process.work.state != self._history.states[step] and not self._errors.hidden:
             raise Violation(f"worker {process.key} applies step {step} to another state")
 
     def check_suspended(self, process: Actor, step: int) -> None:
@@ -207,65 +212,44 @@ class StepChecks:
 
     def check_beginning(self, process: Actor) -> None:
         """Check that a vote that announces a change is the last of its view, for everyone."""
-        if process.machine.snapshot().view == process.last_step_of:
+        if process.machine.snapshot().view == process.tie.last_step_of:
             raise Violation(f"worker {process.key} begins another step after an announced change")
 
     def check_applied_state(self, process: Actor) -> None:
         """Check a step that is applied, unless the job has gone back to before it."""
         given_up = is_invalidated(
-            self._history.doubts, process.step, process.machine.snapshot().view
+            self._history.doubts, process.work.step, process.machine.snapshot().view
         )
-        right = process.state == self._history.states[process.step] or given_up
+        right = process.work.state == self._history.states[process.work.step] or given_up
         if not right and not self._errors.hidden:
-            raise Violation(f"worker {process.key} diverged at step {process.step}")
+            raise Violation(f"worker {process.key} diverged at step {process.work.step}")
 
 
-class Script(Protocol):
-    """Is the true state of one simulated process's script."""
-
-    key: Key
-    at_rest: bool
-    step: int
-    open_step: int
-    tokens: dict[int, int]
-    total: int | None
-    total_step: int
-
-    @property
-    def is_busy(self) -> bool: ...
-
-    @property
-    def until(self) -> int: ...
-
-    @property
-    def can_wait(self) -> bool: ...
-
-
-def check_script(script: Script, status: WorkerStatus) -> None:
+def check_script(process: Actor, status: WorkerStatus) -> None:
     """Compare a status with the script, once the machine has handled all its events."""
-    wrong = _disagreement(script, status)
+    wrong = _disagreement(process.work, process.script, status)
     if wrong:
-        raise Violation(f"worker {script.key} is said to be {status.phase.value}, but {wrong}")
+        raise Violation(f"worker {process.key} is said to be {status.phase.value}, but {wrong}")
 
 
-def _disagreement(script: Script, status: WorkerStatus) -> str:
+def _disagreement(work: ScriptState, script: ScriptAtWork, status: WorkerStatus) -> str:
     step, phase = status.committed, status.phase
-    open_now, done = script.open_step == step, set(status.hosted) <= set(script.tokens)
-    if status.has_state and not step - 1 <= script.step <= step:
-        return f"its state is of step {script.step} when {step} are committed"
-    if status.reduced and (script.total is None or script.total_step != step):
+    open_now, done = work.open_step == step, set(status.hosted) <= set(work.tokens)
+    if status.has_state and not step - 1 <= work.step <= step:
+        return f"its state is of step {work.step} when {step} are committed"
+    if status.reduced and (work.total is None or work.total_step != step):
         return f"it has no gradient of step {step}"
-    if script.at_rest and not script.is_busy and phase is not Phase.BOUNDARY:
+    if work.at_rest and not script.is_busy and phase is not Phase.BOUNDARY:
         return "it waits between two steps"
     match phase:
-        case Phase.BOUNDARY if not script.at_rest:
+        case Phase.BOUNDARY if not work.at_rest:
             return "its script goes on"
-        case Phase.BOUNDARY if status.has_state and script.step != step:
-            return f"it rests after {script.step} of {step} steps"
+        case Phase.BOUNDARY if status.has_state and work.step != step:
+            return f"it rests after {work.step} of {step} steps"
         case Phase.WAITING | Phase.OVERDUE if not (open_now and done) and not script.can_wait:
             return f"its tasks of step {step} are not done"
         case Phase.COMPUTING if open_now and done and not script.is_busy:
             return f"its tasks of step {step} are done"
-        case Phase.LEAVING | Phase.ENDED if script.step < script.until:
-            return f"it has come to step {script.step} of {script.until}"
+        case Phase.LEAVING | Phase.ENDED if work.step < script.until:
+            return f"it has come to step {work.step} of {script.until}"
     return ""

@@ -166,7 +166,7 @@ class WriterHost:
     def save(self, process: Actor, share: CopyState) -> None:
         """Write a worker's share of the state."""
         world = self._world
-        copy: Copy = (process.state, process.spoiling.flipped)
+        copy: Copy = (process.work.state, process.spoiling.flipped)
         order = (process, share)
         self._under_way.append(order)
         self._truth.errors.record_comparison(share.step)
