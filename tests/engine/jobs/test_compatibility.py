@@ -164,7 +164,7 @@ WITHIN_A_RUN = {
     "engine/runtime/node/shard_processes.py:MAGIC",
     "tables/server_wire.py:MAGIC",
     "engine/train/exchange/tcp_transport.py:MAGIC",
-    "engine/train/state/feed_frames.py:MAGIC",
+    "engine/train/state/feeder.py:MAGIC",
     "engine/wire/frames.py:MAGIC",
 }
 OF_THE_LEDGER = {"engine/records/ledger.py:format"}  # the field that holds FORMAT

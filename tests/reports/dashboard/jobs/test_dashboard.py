@@ -20,8 +20,8 @@ from conftest import Start, finish
 from dashboard_kit import BEGAN, LIMIT_S, SCRIPT, Dashboard, write_crashed_run, write_event
 from holdfast.cli.main import main
 from holdfast.engine.net.web_server import OwnNames
-from holdfast.engine.records.file_tails import FileTail, read_log_end
 from holdfast.engine.records.ledger import LedgerDoubt, LedgerWriter, ledger_path
+from holdfast.engine.records.run_tail import FileTail, read_log_end
 from holdfast.engine.records.time_lines import ProcessTimes, SpentLine, TimeUse
 from holdfast.reports.commands import dashboard_command
 from holdfast.reports.dashboard.feed import Client, Feed

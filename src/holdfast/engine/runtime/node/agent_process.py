@@ -49,7 +49,7 @@ from holdfast.engine.net.peer_listener import open_listener
 from holdfast.engine.net.secret import derive_peer_key, read_run_dir
 from holdfast.engine.net.standard_streams import RareLines, print_line
 from holdfast.engine.net.tls import PeerIdentity, client_of
-from holdfast.engine.records.file_tails import read_log_end
+from holdfast.engine.records.run_tail import read_log_end
 from holdfast.engine.records.time_lines import measure, write_clock
 from holdfast.engine.runtime.contact import ENDED_ALONE, Contact, contact_by
 from holdfast.engine.runtime.event_loops import DeadlineTimer, DiskLook

@@ -25,11 +25,10 @@ from holdfast.engine.train.data.quarantine import reason_to_stop
 from holdfast.engine.train.data.random_streams import enter_stream
 from holdfast.engine.train.data.sampling import SamplePlan
 from holdfast.engine.train.data.sources import LoopData, Plan, Source
-from holdfast.engine.train.script.ledger_recorder import LedgerRecorder
+from holdfast.engine.train.script.ledger_recorder import LedgerRecorder, StepMean, find_mean
 from holdfast.engine.train.script.script_guard import ScriptGuard
 from holdfast.engine.train.script.script_source import join_names, name_line
 from holdfast.engine.train.script.script_state import ScriptState
-from holdfast.engine.train.script.step_mean import StepMean, find_mean
 from holdfast.engine.train.script.task_effects import TaskFiles
 from holdfast.engine.train.shards.inner_group import InnerGroup
 from holdfast.engine.train.step.driver import LEFT_WRONG, Driver

@@ -28,9 +28,8 @@ from holdfast.engine.core.types import Incarnation, Peer, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.engine.net.descriptors import wait_readable
-from holdfast.engine.train.step.agent_link import AgentLink
+from holdfast.engine.train.step.agent_link import AgentLink, write_stacks
 from holdfast.engine.train.step.driver import Driver
-from holdfast.engine.train.step.stack_file import write_stacks
 from holdfast.engine.wire.frames import Opener, Sealer
 from holdfast.engine.wire.messages import Address, StacksRequest, encode
 

@@ -20,8 +20,7 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground.events import SinkKind
 from holdfast.engine.core.types import ViewNumber, WorkerId
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
-from holdfast.engine.train.state import feed_frames
-from holdfast.engine.train.state.feeder import Feeder
+from holdfast.engine.train.state.feeder import Feeder, send_message
 from holdfast.engine.train.state.missed_steps import MissedSteps
 from holdfast.engine.train.state.step_image import StepImage, put_images
 from holdfast.engine.train.step.driver import Monitor
@@ -87,7 +86,7 @@ class Sender:
         self.channel = channel
 
     def put(self, message: Any) -> int:
-        feed_frames.send(self.channel, message.head, message.buffers)
+        send_message(self.channel, message.head, message.buffers)
         return 0
 
 
