@@ -16,7 +16,12 @@ from holdfast.engine.records.incidents import Incident, drop_routine, list_incid
 from holdfast.engine.records.ledger import LEDGER_DIR, StepLine, decode_line
 from holdfast.engine.records.summary import estimate_left_s
 from holdfast.engine.records.time_lines import read_last_times
-from holdfast.engine.state.store.regular_files import open_regular, regular_stream, skip_hole
+from holdfast.engine.state.store.regular_files import (
+    open_regular,
+    read_end,
+    regular_stream,
+    skip_hole,
+)
 
 CHUNK_BYTES = 1 << 20  # a longer line is skipped
 LOG_BYTES = 32 << 10  # read from the end of a log
@@ -154,10 +159,7 @@ class RunTail:
             newest = max(paths, key=lambda path: path.stat().st_mtime_ns, default=None)
             if newest is None:
                 return
-            with regular_stream(newest) as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(size - TAIL_BYTES, 0))
-                lines = file.read(TAIL_BYTES).split(b"\n")
+            lines = read_end(newest, TAIL_BYTES)
         except OSError:
             return
         for data in reversed(lines[:-1]):

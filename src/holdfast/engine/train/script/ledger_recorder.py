@@ -23,9 +23,9 @@ from holdfast.engine.core.membership.event_log import ROOM
 from holdfast.engine.core.step.backup import DropTally
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.records.ledger import (
-    LedgerDoubt,
+    DoubtLine,
+    HeaderLine,
     LedgerEntry,
-    LedgerHeader,
     LedgerWriter,
     Place,
     StepDigests,
@@ -123,7 +123,7 @@ class PatientLedger:
         self._lock = threading.Lock()
         self._full_since: float | None = None
 
-    def begin(self, header: LedgerHeader) -> None:
+    def begin(self, header: HeaderLine) -> None:
         """Write the header of the entries that follow. WorldError."""
         self._write(lambda: self._writer.begin(header))
 
@@ -131,7 +131,7 @@ class PatientLedger:
         """Write an entry. WorldError."""
         self._write(lambda: self._writer.append(entry))
 
-    def doubt(self, doubt: LedgerDoubt) -> None:
+    def doubt(self, doubt: DoubtLine) -> None:
         """Write a doubt. WorldError."""
         self._write(lambda: self._writer.doubt(doubt))
 
@@ -245,7 +245,7 @@ class LedgerRecorder:
     def doubt(self, step: int, view: int, again: bool) -> None:
         """Record that steps from this one on, committed up to `view`, may be wrong."""
         if self._ledger is not None:
-            self._ledger.doubt(LedgerDoubt(step=step, view=view, again=again))
+            self._ledger.doubt(DoubtLine(step=step, view=view, again=again))
 
     def rest(self, next_order: Callable[[float], ScriptOrder | None]) -> ScriptOrder:
         """Return the script's next order at a boundary; lines that wait for room are written.
@@ -309,9 +309,9 @@ class LedgerRecorder:
         path = ledger_path(me.run_dir, me.worker, me.incarnation)
         return PatientLedger(path, self._driver, me.spec.nodes.abandon_s)
 
-    def _header(self) -> LedgerHeader:
+    def _header(self) -> HeaderLine:
         me = self._environment
-        return LedgerHeader(
+        return HeaderLine(
             seed=self._seed,
             virtual_ranks=me.spec.virtual_ranks,
             plan=self._plan.to_dict(),
@@ -319,7 +319,7 @@ class LedgerRecorder:
             incarnation=me.incarnation,
             backup=me.spec.stragglers.backup,
             dataset=0 if self._quarantine is None else self._quarantine.number,
-            quarantined=() if self._quarantine is None else sorted(self._quarantine.records),
+            quarantined=tuple(sorted(self._quarantine.records)) if self._quarantine else (),
             digest_steps=me.spec.silent_errors.digest_steps,
         )
 
