@@ -17,13 +17,13 @@ DRIVERS = (
     "src/holdfast/engine/train/script/step_runner.py",
     *(
         f"src/holdfast/engine/train/state/{name}.py"
-        for name in ("gpu_pieces", "missed_steps", "replicator", "recalling")
+        for name in ("gpu_pieces", "missed_steps", "replicator")
     ),
     *(
         f"src/holdfast/engine/train/step/{name}.py"
         for name in (
             *("buckets", "engine", "late_members"),
-            *("speculative", "sum_runs"),
+            *("step_data", "sum_runs"),
         )
     ),
 )

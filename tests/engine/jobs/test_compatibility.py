@@ -159,7 +159,7 @@ FORMATS = {
 # of the messages above sees to that.
 WITHIN_A_RUN = {
     "engine/state/memory/arena.py:MAGIC",
-    "engine/state/memory/piece_post.py:MAGIC",
+    "engine/state/memory/pieces.py:MAGIC",
     "engine/state/memory/node_memory.py:MAGIC",
     "engine/runtime/node/shard_processes.py:MAGIC",
     "tables/server_wire.py:MAGIC",

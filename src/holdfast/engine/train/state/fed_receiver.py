@@ -29,8 +29,7 @@ from holdfast.engine.train.checkpoint.loaded_state import LoadedState
 from holdfast.engine.train.checkpoint.transfer import StatePart, parts_of
 from holdfast.engine.train.exchange.tensor_bytes import memory_of, room
 from holdfast.engine.train.state.feeder import MAGIC, FeedHead, read_head, read_into
-from holdfast.engine.train.state.step_image import StepImage, put_images
-from holdfast.engine.train.state.step_memory import StepMemory
+from holdfast.engine.train.state.step_image import StepImage, StepMemory, put_images
 from holdfast.engine.train.step.mover import Events, StateSource, ViewConnections
 from holdfast.engine.train.step.step_data import StepData
 

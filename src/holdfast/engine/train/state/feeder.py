@@ -34,8 +34,7 @@ from holdfast.engine.train.checkpoint.transfer import parts_of
 from holdfast.engine.train.exchange.layout import piece_of
 from holdfast.engine.train.exchange.tensor_bytes import memory_of
 from holdfast.engine.train.state.share import StagedState
-from holdfast.engine.train.state.step_image import StepImage
-from holdfast.engine.train.state.step_memory import StepMemory
+from holdfast.engine.train.state.step_image import StepImage, StepMemory
 from holdfast.engine.train.step.mover import Events, StateSink, ViewConnections
 from holdfast.engine.train.step.step_data import StepData
 

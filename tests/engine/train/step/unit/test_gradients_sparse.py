@@ -22,8 +22,7 @@ from holdfast.engine.train.step.driver import Monitor
 from holdfast.engine.train.step.gradients import Gradients
 from holdfast.engine.train.step.row_sums import RowsSum
 from holdfast.engine.train.step.row_table import Rows
-from holdfast.engine.train.step.speculative import FinishedTask, SpeculativeTasks
-from holdfast.engine.train.step.step_data import StepData
+from holdfast.engine.train.step.step_data import FinishedTask, SpeculativeTasks, StepData
 from holdfast.engine.train.step.step_table import Buffers, StepTable
 from holdfast.lab.contracts.memory_transport import MemoryNetwork
 from holdfast.lab.contracts.transports import GroupMember, run_contract_in_threads
