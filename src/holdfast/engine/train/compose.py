@@ -69,10 +69,10 @@ from holdfast.engine.train.shards.shard_links import (
 )
 from holdfast.engine.train.state.fed_receiver import FedReceiver
 from holdfast.engine.train.state.feeder import Feeder
-from holdfast.engine.train.state.missed_steps import MissedSteps
 from holdfast.engine.train.state.replicator import PieceTarget, Recalling, Replicator
 from holdfast.engine.train.state.restorer import NoStore, Restorer
 from holdfast.engine.train.state.saver import Saver, WriterLink, say
+from holdfast.engine.train.state.step_image import MissedSteps
 from holdfast.engine.train.step.agent_link import AgentLink, SoloLink
 from holdfast.engine.train.step.buckets import FilledBuckets
 from holdfast.engine.train.step.driver import Driver, Link, Monitor

@@ -17,7 +17,7 @@ from holdfast.engine.train.checkpoint.state import flatten, metas, restore
 from holdfast.engine.train.data.sampling import SamplePlan
 from holdfast.engine.train.exchange.layout import Layout
 from holdfast.engine.train.job import Job
-from holdfast.engine.train.state.missed_steps import MissedSteps
+from holdfast.engine.train.state.step_image import MissedSteps
 from holdfast.engine.train.step.driver import Monitor
 from holdfast.engine.train.step.gradients import Gradients
 from holdfast.engine.train.step.row_sums import RowsSum
