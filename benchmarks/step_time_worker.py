@@ -21,7 +21,7 @@ from torch.optim.sgd import sgd
 from whole_batches import WholeBatches, as_is
 
 import holdfast
-from holdfast.engine.train.script.unprotected_modules import UnprotectedModules
+from holdfast.engine.train.script.script_guard import UnprotectedModules
 
 BATCH, WIDTH = 16, 512
 

@@ -21,7 +21,7 @@ from whole_batches import WholeBatches, as_is
 import holdfast
 from holdfast import tables as servers
 from holdfast.engine.train.script.optimizer_watch import OptimizerWatch
-from holdfast.engine.train.script.unprotected_modules import UnprotectedModules
+from holdfast.engine.train.script.script_guard import UnprotectedModules
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from recommender import FEATURES, Recommender, clicks, look_up

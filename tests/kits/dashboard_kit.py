@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.net.web_server import listen
 from holdfast.engine.records.ledger import (
+    HeaderLine,
     LedgerEntry,
-    LedgerHeader,
     LedgerWriter,
     Place,
     ledger_path,
@@ -144,7 +144,7 @@ def write_crashed_run(run_dir: Path, steps: int = 20) -> None:
 def write_ledger(run_dir: Path, worker: int, until: int) -> None:
     """Write a ledger whose step n has the loss n + 0.5, and step 3 none that is a number."""
     writer = LedgerWriter(ledger_path(run_dir, worker, 1))
-    writer.begin(LedgerHeader(seed=0, virtual_ranks=2, plan={}, worker=worker, incarnation=1))
+    writer.begin(HeaderLine(seed=0, virtual_ranks=2, plan={}, worker=worker, incarnation=1))
     for step in range(until):
         writer.append(
             LedgerEntry(

@@ -1,8 +1,8 @@
 """Writes ledgers of made-up runs, for tests of proofs."""
 
 from holdfast.engine.records.ledger import (
+    HeaderLine,
     LedgerEntry,
-    LedgerHeader,
     LedgerWriter,
     Place,
     ledger_path,
@@ -16,7 +16,7 @@ OWNERS = (0, 0, 1, 1)
 
 
 def header(worker=0, incarnation=1, plan=PLAN, backup=0):
-    return LedgerHeader(
+    return HeaderLine(
         seed=plan.seed,
         virtual_ranks=plan.virtual_ranks,
         plan=plan.to_dict(),

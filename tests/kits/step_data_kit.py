@@ -13,7 +13,7 @@ from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import LateWorker
 from holdfast.engine.train.exchange.layout import piece_of
-from holdfast.engine.train.state.missed_steps import MissedSteps
+from holdfast.engine.train.state.step_image import MissedSteps
 from holdfast.engine.train.step.driver import Monitor
 from holdfast.engine.train.step.gradients import Gradients
 from holdfast.engine.train.step.step_data import StepData

@@ -18,7 +18,7 @@ from typing import Any
 from dashboard_kit import write_crashed_run
 from holdfast.cli.main import main
 from holdfast.engine.records.time_lines import CLOCKS_DIR
-from holdfast.engine.runtime.post_mortem import keep_bundle
+from holdfast.engine.runtime.coordinate.black_box import keep_bundle
 from holdfast.engine.runtime.rundir import RunDir
 from recordings_kit import record
 

@@ -17,13 +17,13 @@ DRIVERS = (
     "src/holdfast/engine/train/script/step_runner.py",
     *(
         f"src/holdfast/engine/train/state/{name}.py"
-        for name in ("gpu_pieces", "missed_steps", "replicator", "recalling")
+        for name in ("gpu_pieces", "replicator", "step_image")
     ),
     *(
         f"src/holdfast/engine/train/step/{name}.py"
         for name in (
             *("buckets", "engine", "late_members"),
-            *("speculative", "sum_runs"),
+            *("step_data", "sum_runs"),
         )
     ),
 )
@@ -43,8 +43,8 @@ TEST_FILES = tuple(
         keyed_tables links measuring missed_steps newcomers order_book piece_memory piece_post
         policies progress protection replicator recalling replica_feeds review_schedule roster
         routine_lines row_servers sampling saves server_places shard_events slow_followers spares
-        state_sources step_drivers step_machine step_parts stories stragglers table_sim teams
-        tensor_coding thread_cluster training transitions verdict_tables worker_machine
+        state_sources step_drivers step_image step_machine step_parts stories stragglers table_sim
+        teams tensor_coding thread_cluster training transitions verdict_tables worker_machine
     """.split()
 )
 DRIVER_TESTS = (

@@ -16,8 +16,15 @@ import torch
 
 from holdfast.engine.core.errors import WireError
 from holdfast.engine.core.servers.placement import SHARDS
-from holdfast.tables.key_index import KeyIndex, encode, sort_keys
-from holdfast.tables.row_memory import FingerprintHistory, ReservedArrays, Seal, ShardChecksums
+from holdfast.tables.row_memory import (
+    FingerprintHistory,
+    KeyIndex,
+    ReservedArrays,
+    Seal,
+    ShardChecksums,
+    encode,
+    sort_keys,
+)
 from holdfast.tables.row_optimizers import RowOptimizer
 from holdfast.tables.server_rows import RowUpdate
 from holdfast.tables.table_shape import FREQUENCY, TableShape, fill_rows, hash_keys

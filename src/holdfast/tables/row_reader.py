@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -52,25 +52,11 @@ PAUSE_S = 0.02  # between two rounds without any answer
 Order: TypeAlias = Give | OrderCopy | OrderDrop | OrderReset | OrderLoad
 
 
-class Read(Protocol):
-    """Asks for something as of a version; `reading` decides whom to ask.
-
-    `orders`: to carry out once no answer is on its way.
-    """
-
-    version: int
-    reading: RowReading
-    orders: list[RowReadingEffect]
-
-    def send(self, channel: socket.socket, ask: Ask) -> None:
-        """Ask a server. OSError."""
-
-    def receive(self, channel: socket.socket, answer: wire.Answer, shards: tuple[int, ...]) -> None:
-        """Receive the arrays that follow an answer. OSError, WireError."""
-
-
 class RowRead:
-    """Reads the rows [n, dim] of each table's keys [n]; `as_half`: rounded to float16."""
+    """Reads the rows [n, dim] of each table's keys [n]; `as_half`: rounded to float16.
+
+    `reading` decides whom to ask. `orders`: to carry out once no answer is on its way.
+    """
 
     def __init__(
         self,
@@ -146,6 +132,9 @@ class KeyRead:
         if len(answer.sizes) != 1:
             raise WireError("the server has sent no keys")
         self.found.append(wire.receive_array(channel, answer.sizes, torch.int64))
+
+
+Read: TypeAlias = RowRead | KeyRead
 
 
 class RowReader:

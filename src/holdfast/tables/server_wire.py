@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -18,6 +18,7 @@ from holdfast.engine.core.errors import UserError, WireError
 from holdfast.engine.core.servers.holdings import ShardStanding
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.peer_stream import UNLIMITED, SendRate
+from holdfast.engine.train.exchange.tensor_bytes import memory_of
 from holdfast.tables.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.tables.table_shape import TableShape
 
@@ -254,7 +255,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 def send_array(channel: socket.socket, array: torch.Tensor, rate: SendRate = UNLIMITED) -> None:
     """Send a contiguous array's bytes, as fast as a rate allows. OSError."""
     if array.numel():
-        rate.send(channel, _bytes_of(array))
+        rate.send(channel, memory_of(array))
 
 
 def receive_array(
@@ -276,13 +277,8 @@ def round_to_half(rows: torch.Tensor) -> torch.Tensor:
 def fill_array(channel: socket.socket, array: torch.Tensor) -> torch.Tensor:
     """Receive the bytes of a contiguous array, and return it. OSError."""
     if array.numel():
-        peer_stream.fill(channel, _bytes_of(array))
+        peer_stream.fill(channel, memory_of(array))
     return array
-
-
-def _bytes_of(array: torch.Tensor) -> memoryview:
-    plain: Any = array.detach().numpy().reshape(-1)
-    return memoryview(plain).cast("B")
 
 
 def check_size(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:

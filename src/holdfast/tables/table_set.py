@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 
 from holdfast.engine.core.errors import WireError
 from holdfast.engine.core.servers.placement import SHARDS
-from holdfast.tables.keyed_rows import KeyedBlock, KeyedTable, KeyedUpdate
+from holdfast.tables.keyed_rows import KeyedBlock, KeyedTable
 from holdfast.tables.row_memory import Seal, check_room
-from holdfast.tables.server_rows import BlockUpdate, RowBlock, RowUpdate, ServerTable
+from holdfast.tables.server_rows import RowBlock, RowUpdate, ServerTable
 from holdfast.tables.server_wire import TableGroup
-
-
-class TableBlock(Protocol):
-    """Keeps the rows of some tables, which are read and updated together."""
-
-    @property
-    def tables(self) -> Sequence[ServerTable | KeyedTable]: ...
-
-    def find_unknown(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> int | None:
-        """Return the place of the first table that lacks some of its keys in these shards."""
-
-    def read(self, keys: Sequence[torch.Tensor], version: int) -> list[torch.Tensor] | set[int]:
-        """Return rows [keys, dim] as they were after `version` updates, or damaged shards."""
-
-    def prepare(
-        self, number: int, shards: Sequence[int], update: RowUpdate
-    ) -> BlockUpdate | KeyedUpdate:
-        """Begin to apply update `number` to these shards."""
-
-    def take_fingerprints(self, version: int) -> torch.Tensor:
-        """Return the fingerprint [SHARDS] of each shard as it was after `version` updates."""
-
-    def forget_undos(self, floor: int) -> None:
-        """Drop what undoes updates up to `floor`."""
-
-    def release(self, shard: int) -> None:
-        """Give the memory of a shard back that is not held any more."""
 
 
 class TableSet:
@@ -52,7 +24,7 @@ class TableSet:
         self._group, self.shards = group, tuple(shards)
         rule, shapes = group.make_rule(), group.tables
         check_room(len(shards) * group.shard_bytes)
-        blocks: list[tuple[list[int], TableBlock]] = []
+        blocks: list[tuple[list[int], RowBlock | KeyedBlock]] = []
         for width in sorted({shape.dim for shape in shapes if not shape.keyed}):
             chosen = [i for i, s in enumerate(shapes) if not s.keyed and s.dim == width]
             these, stale = [shapes[i] for i in chosen], group.staleness > 0
@@ -61,10 +33,10 @@ class TableSet:
             if shape.keyed:
                 blocks.append(([i], KeyedBlock(KeyedTable(shape, shards, rule))))
         self._blocks = blocks  # the places of each block's tables, and the block
-        tables = {
+        tables: dict[int, ServerTable | KeyedTable] = {
             place: table
             for chosen, block in blocks
-            for place, table in zip(chosen, block.tables, strict=True)
+            for place, table in zip(chosen, [*block.tables], strict=True)
         }
         self.all = [tables[i] for i in range(len(shapes))]
 

@@ -22,6 +22,7 @@ from holdfast.engine.state.store.checkpoint_reading import OneEntry, load
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.manifest import TABLES, Entry, Manifest
 from holdfast.engine.state.store.saving import Item, Saving
+from holdfast.engine.train.exchange.tensor_bytes import memory_of
 from holdfast.tables.server_group import Pin, ServerGroup
 from holdfast.tables.server_wire import SaveShards
 
@@ -46,7 +47,7 @@ class _ShardItem:
     @property
     def data(self) -> memoryview:
         """Copy the array as it was after the version."""
-        return _bytes_of(self.group.copy_as_of(self.pin, self.shard, self.table, self.array))
+        return memory_of(self.group.copy_as_of(self.pin, self.shard, self.table, self.array))
 
     @property
     def dtype(self) -> str:
@@ -121,7 +122,7 @@ class TableStore:
             for table, arrays in enumerate(found):
                 for i, array in enumerate(arrays):
                     entry = by_place.get((name_of(group, table, i), (0, shard, 0)))
-                    targets.append((_pick_entry(entry, array, manifest, group), _bytes_of(array)))
+                    targets.append((_pick_entry(entry, array, manifest, group), memory_of(array)))
             with self._store.reading() as storage:
                 load(storage, manifest, targets)
             group.adopt(CopyArrived(shard, version, replaces=True), found)
@@ -168,8 +169,3 @@ def _pick_entry(
             f"the checkpoint of step {manifest.step} has other tables than {group.group.name}"
         )
     return entry
-
-
-def _bytes_of(array: torch.Tensor) -> memoryview:
-    plain: Any = array.numpy().reshape(-1)
-    return memoryview(plain).cast("B")

@@ -159,12 +159,12 @@ FORMATS = {
 # of the messages above sees to that.
 WITHIN_A_RUN = {
     "engine/state/memory/arena.py:MAGIC",
-    "engine/state/memory/piece_post.py:MAGIC",
+    "engine/state/memory/pieces.py:MAGIC",
     "engine/state/memory/node_memory.py:MAGIC",
     "engine/runtime/node/shard_processes.py:MAGIC",
     "tables/server_wire.py:MAGIC",
     "engine/train/exchange/tcp_transport.py:MAGIC",
-    "engine/train/state/feed_frames.py:MAGIC",
+    "engine/train/state/feeder.py:MAGIC",
     "engine/wire/frames.py:MAGIC",
 }
 OF_THE_LEDGER = {"engine/records/ledger.py:format"}  # the field that holds FORMAT

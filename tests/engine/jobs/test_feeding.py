@@ -25,8 +25,8 @@ from holdfast.engine.runtime.local_run import LocalRun, strike
 from holdfast.engine.state.memory import free_memory
 from holdfast.engine.state.memory.free_memory import free_bytes
 from holdfast.engine.train.job import Job
-from holdfast.engine.train.state import feed_frames, feeder
-from holdfast.engine.train.state.feed_frames import FeedHead
+from holdfast.engine.train.state import feeder
+from holdfast.engine.train.state.feeder import FeedHead
 from holdfast.lab.sim.drawn_options import draw
 from holdfast.lab.sim.world import Machines, World
 from loop_kit import Script, dataset, digest, net, protected, step_once
@@ -153,14 +153,14 @@ class Average:
 
 
 def test_some_members_feed_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect, seen = feed_frames.connect, set[tuple[int, int]]()
+    connect, seen = feeder.connect_follower, set[tuple[int, int]]()
 
     def record(address: str, identity: PeerIdentity, number: int, rank: int, size: int) -> Any:
         seen.add((rank, size))
         return connect(address, identity, number, rank, size)
 
     monkeypatch.setattr(feeding, "FEEDERS_MAX", 2)
-    monkeypatch.setattr(feed_frames, "connect", record)
+    monkeypatch.setattr(feeder, "connect_follower", record)
     expected, _ = run(plain, 1)
     for victim in (0, 3):
         found, cluster = run(plain, 4, {victim: 40})
@@ -233,14 +233,14 @@ def pair(theirs: bytes = KEY) -> tuple[Any, Any]:
     listening = PeerListener(
         listener,
         PeerIdentity(key=KEY),
-        feed_frames.MAGIC,
+        feeder.MAGIC,
         lambda *end: arrived.put(end),
         arrived.put,
     )
     listening.start()
     member: Any
     try:
-        member = feed_frames.connect(address, PeerIdentity(key=theirs), 7, 1, 3)
+        member = feeder.connect_follower(address, PeerIdentity(key=theirs), 7, 1, 3)
     except (OSError, WireError) as error:
         member = error
     follower = arrived.get(timeout=20.0)
@@ -252,10 +252,10 @@ def test_both_sides_prove_that_they_are_of_the_job() -> None:
     member, (follower, who) = pair()
     assert who == (7, 1, 3)
     data = bytes(range(200))
-    feed_frames.send(member, FeedHead(kind="step", step=4), [memoryview(data)], SendRate(1e9))
-    head = feed_frames.read_head(follower)
+    feeder.send_message(member, FeedHead(kind="step", step=4), [memoryview(data)], SendRate(1e9))
+    head = feeder.read_head(follower)
     place = bytearray(200)
-    feed_frames.read_into(follower, memoryview(place), head.buffers[0])
+    feeder.read_into(follower, memoryview(place), head.buffers[0])
     assert (head.kind, head.step, bytes(place)) == ("step", 4, data)
     member.close()
     follower.close()
@@ -268,8 +268,8 @@ def test_a_stranger_is_sent_away() -> None:
 
 
 def read_one(channel: socket.socket) -> None:
-    head = feed_frames.read_head(channel)
-    feed_frames.read_into(channel, memoryview(bytearray(100)), head.buffers[0])
+    head = feeder.read_head(channel)
+    feeder.read_into(channel, memoryview(bytearray(100)), head.buffers[0])
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def read_one(channel: socket.socket) -> None:
 def test_frames_of_a_feed_are_checked_when_they_arrive(spoil: Any, message: str) -> None:
     member, follower = socket.socketpair()
     with member, follower:
-        feed_frames.send(member, FeedHead(kind="part"), [memoryview(bytes(100))])
+        feeder.send_message(member, FeedHead(kind="part"), [memoryview(bytes(100))])
         data = spoil(follower.recv(1 << 16))
         ours, theirs = socket.socketpair()
         with ours, theirs:

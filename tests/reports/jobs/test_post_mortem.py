@@ -15,9 +15,9 @@ import pytest
 from conftest import RUN_S, Start, finish
 from dashboard_kit import write_crashed_run
 from holdfast.cli.main import main
-from holdfast.engine.runtime import post_mortem
+from holdfast.engine.runtime.coordinate import black_box
+from holdfast.engine.runtime.coordinate.black_box import keep_bundle, write_bundle
 from holdfast.engine.runtime.local_run import strike
-from holdfast.engine.runtime.post_mortem import keep_bundle, write_bundle
 from holdfast.engine.runtime.rundir import RunDir
 
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
@@ -137,7 +137,7 @@ def test_a_crashed_run_can_be_dumped(
 def test_files_that_have_no_room_in_a_bundle_are_named(
     crashed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(post_mortem, "BUNDLE_BYTES_MAX", 3000)
+    monkeypatch.setattr(black_box, "BUNDLE_BYTES_MAX", 3000)
     path = tmp_path / "found.zip"
     left_out = write_bundle(RunDir(crashed), path)
     assert "logs/worker-0-1.log" in left_out
@@ -148,7 +148,7 @@ def test_files_that_have_no_room_in_a_bundle_are_named(
 
 
 def test_old_bundles_are_removed(crashed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(post_mortem, "BUNDLES_MAX", 2)
+    monkeypatch.setattr(black_box, "BUNDLES_MAX", 2)
     run_dir = RunDir(crashed)
     paths = []
     for number, name in enumerate(("1.2", "7.1", "7.2", "7.10")):

@@ -18,7 +18,6 @@ from holdfast.engine.state.store.files import FileStorage
 from holdfast.tables import SGD, Adagrad, LazyAdam, RowOptimizer
 from holdfast.tables import server_wire as wire
 from holdfast.tables.embeddings import Embedding, EmbeddingBag
-from holdfast.tables.key_index import KeyIndex, encode, find_shards
 from holdfast.tables.keyed_rows import (
     EVERY_PLACE,
     FORGET_AFTER,
@@ -26,6 +25,7 @@ from holdfast.tables.keyed_rows import (
     find_keys,
     first_values,
 )
+from holdfast.tables.row_memory import KeyIndex, encode, find_shards
 from holdfast.tables.server_rows import RowUpdate
 from holdfast.tables.table_set import write_shard
 from holdfast.tables.table_shape import AGE, FREQUENCY, KeyRules, TableShape, hash_keys
@@ -209,7 +209,7 @@ def test_codes_keep_the_keys_of_a_shard_together() -> None:
 def test_an_index_finds_keys_that_have_moved_or_have_come_with_a_shard(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.tables.key_index.RECENT_MIN", 100)
+    monkeypatch.setattr("holdfast.tables.row_memory.RECENT_MIN", 100)
     size, sorted_in, dice = 20, 0, torch.Generator().manual_seed(seed)
     keys, uses = (torch.zeros(SHARDS * size, dtype=torch.int64) for _ in range(2))
     every = torch.arange(-1, 60 * size)

@@ -210,7 +210,7 @@ def test_a_key_or_its_uses_that_have_changed_are_noticed_as_the_row_is_read(
         assert table.find_damaged(key, whole=whole) == set()
     table.arrays[array][5, 0] = value
     if rebuilt:  # the keys that came last are sorted in meanwhile
-        monkeypatch.setattr("holdfast.tables.key_index.RECENT_MIN", 0)
+        monkeypatch.setattr("holdfast.tables.row_memory.RECENT_MIN", 0)
         for number in range(12, 12 + SHARDS):
             keys = torch.arange(1000 * number, 1000 * number + 2)
             table.update(keys, torch.ones(2, 4), 0.1, number, number)

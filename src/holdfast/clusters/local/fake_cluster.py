@@ -22,7 +22,7 @@ from holdfast.engine.core.errors import Unreachable
 from holdfast.engine.core.fleet.placements import Notice, Placement, PlacementId
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.fleet.cluster_manager import FleetPlan, PlacementOrder, job_prefix
-from holdfast.engine.host.procfs import start_time
+from holdfast.engine.host.lifetime import start_time
 
 ORDERS = "told"
 

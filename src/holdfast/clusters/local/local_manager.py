@@ -24,7 +24,7 @@ from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementI
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.fleet.cluster_job import launch_cluster_job
 from holdfast.engine.fleet.cluster_manager import FleetPlan, PlacementOrder, job_prefix
-from holdfast.engine.host.procfs import start_time
+from holdfast.engine.host.lifetime import start_time
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store.regular_files import append_regular, read_json
 

@@ -8,7 +8,6 @@ SIGTERM is passed on; after a while, or when the process with KEEPER_PID ends, e
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -16,15 +15,14 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.engine.host.lifetime import leave_ending_signals
+from holdfast.engine.host.lifetime import adopt_orphans, leave_ending_signals
 from holdfast.engine.net.descriptors import wait_readable
 
 END_S = 15.0  # between SIGTERM and SIGKILL
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: list[str]) -> int:
-    keep_descendants()
+    adopt_orphans()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     leave_ending_signals()
@@ -52,11 +50,6 @@ def main(argv: list[str]) -> int:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
     return 0
-
-
-def keep_descendants() -> None:
-    """Become the parent of what any descendant leaves behind, so that it can be found."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[int]:

@@ -18,16 +18,27 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.clusters.slurm import slurm_tables as tables
 from holdfast.clusters.slurm.slurm_batch import (
+    JOBS,
     NODE,
+    NODES,
+    NONE,
+    PREEMPTION,
+    STEPS,
     SbatchOptions,
+    SlurmJob,
+    SlurmNode,
+    SlurmStep,
     clean_environment,
     escape_pattern,
     job_script,
+    read_jobs,
+    read_leaf_switch,
+    read_nodes,
     read_options,
+    read_problem,
+    read_steps,
 )
-from holdfast.clusters.slurm.slurm_tables import SlurmStep, read_problem
 from holdfast.engine.commands.launch_command import launch_parser, make_run_dir, prefer
 from holdfast.engine.core.errors import Refused, Unreachable, UserError
 from holdfast.engine.core.fleet.placements import Holding, Notice, Placement, PlacementId
@@ -186,25 +197,25 @@ class SlurmManager:
 
     # ------------------------------------------------------------ asking
 
-    async def _jobs(self) -> list[tables.SlurmJob]:
+    async def _jobs(self) -> list[SlurmJob]:
         """List this user's jobs, also jobs that have just ended."""
         text = await self._ask(
-            *("squeue", "--me", "--noheader", "--all", "--states=all"), f"--format={tables.JOBS}"
+            *("squeue", "--me", "--noheader", "--all", "--states=all"), f"--format={JOBS}"
         )
-        return tables.read_jobs(text)
+        return read_jobs(text)
 
     async def _look_for_preemption(self) -> None:
         """Raise StoppedByOperator if the whole allocation is taken away soon."""
         if not self._allocation:
             return
         mine = f"--jobs={self._allocation}"
-        text = await self._ask("squeue", "--noheader", mine, f"--Format={tables.PREEMPTION}")
-        if text.strip() not in tables.NONE:
+        text = await self._ask("squeue", "--noheader", mine, f"--Format={PREEMPTION}")
+        if text.strip() not in NONE:
             raise StoppedByOperator(f"Slurm preempts job {self._allocation}")
 
-    async def _nodes(self) -> dict[str, tables.SlurmNode]:
-        text = await self._ask("sinfo", "--noheader", "--all", "--Node", f"--format={tables.NODES}")
-        return {node.name: node for node in tables.read_nodes(text)}
+    async def _nodes(self) -> dict[str, SlurmNode]:
+        text = await self._ask("sinfo", "--noheader", "--all", "--Node", f"--format={NODES}")
+        return {node.name: node for node in read_nodes(text)}
 
     async def _labelled(self, placement: Placement) -> Placement:
         """Add the switch of its host, if Slurm is configured with switches."""
@@ -213,29 +224,29 @@ class SlurmManager:
             return placement
         if host not in self._switches:
             text = await self._ask("scontrol", "show", "topology", host, allow=NO_TOPOLOGY)
-            self._switches[host] = tables.read_leaf_switch(text)
+            self._switches[host] = read_leaf_switch(text)
         switch = self._switches[host]
         return dataclasses.replace(placement, domains=(f"switch={switch}",) if switch else ())
 
-    async def _listed_steps(self) -> list[tables.SlurmStep]:
+    async def _listed_steps(self) -> list[SlurmStep]:
         """List all steps of the allocation, also steps that a user has started there."""
         if not self._allocation:
             return []
         text = await self._ask(
-            *("squeue", "--me", "--noheader", "--all", "--steps"), f"--format={tables.STEPS}"
+            *("squeue", "--me", "--noheader", "--all", "--steps"), f"--format={STEPS}"
         )
-        steps = tables.read_steps(text)
+        steps = read_steps(text)
         return [step for step in steps if step.id.startswith(f"{self._allocation}.")]
 
-    def _own(self, steps: Sequence[tables.SlurmStep]) -> list[tables.SlurmStep]:
+    def _own(self, steps: Sequence[SlurmStep]) -> list[SlurmStep]:
         return [step for step in steps if step.name.startswith(self._prefix)]
 
     async def _give_back(
         self,
-        jobs: Sequence[tables.SlurmJob],
+        jobs: Sequence[SlurmJob],
         held: Sequence[str],
-        nodes: Mapping[str, tables.SlurmNode],
-        steps: Sequence[tables.SlurmStep],
+        nodes: Mapping[str, SlurmNode],
+        steps: Sequence[SlurmStep],
     ) -> None:
         """Take hosts out of the allocation that are to be left and have no step any more.
 
@@ -260,7 +271,7 @@ class SlurmManager:
                 text = f"holdfast: {', '.join(left)} cannot be given back before the job's end"
                 print_plain(f"{text} ({error})", file=sys.stderr, flush=True)
 
-    async def _allocated(self, jobs: Sequence[tables.SlurmJob]) -> list[str]:
+    async def _allocated(self, jobs: Sequence[SlurmJob]) -> list[str]:
         """Return the hosts that the allocation has now."""
         hosts = next((job.hosts for job in jobs if job.id == self._allocation), "")
         if not hosts:
@@ -359,7 +370,7 @@ class SlurmManager:
             raise
         problem = err.decode(errors="replace").strip()
         if process.returncode and not any(each in problem for each in allow):
-            told = tables.read_problem(problem) or f"exit status {process.returncode}"
+            told = read_problem(problem) or f"exit status {process.returncode}"
             raise Unreachable(f"{command[0]}: {told}")
         return out.decode(errors="replace")
 
@@ -372,7 +383,7 @@ def _start_apart(command: Sequence[str], environment: Mapping[str, str]) -> subp
 
 
 def _list_free(
-    hosts: Sequence[str], nodes: Mapping[str, tables.SlurmNode], found: Sequence[Placement]
+    hosts: Sequence[str], nodes: Mapping[str, SlurmNode], found: Sequence[Placement]
 ) -> list[str]:
     """List which of these hosts work, are not to be left, and have no agent."""
     taken = {placement.host for placement in found if placement.holding is not Holding.ENDED}
@@ -380,7 +391,7 @@ def _list_free(
     return [host for host in hosts if host in usable and host not in taken]
 
 
-def _notice(node: tables.SlurmNode | None) -> Notice | None:
+def _notice(node: SlurmNode | None) -> Notice | None:
     return Notice(reason=node.leaving) if node is not None and node.leaving else None
 
 

@@ -21,11 +21,12 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from holdfast.clusters.local.local_place import descendants, keep_descendants
+from holdfast.clusters.local.local_place import descendants
 from holdfast.clusters.order_book import ORDERS, OrderBook
 from holdfast.clusters.ray.ray_place import start
 from holdfast.engine.core.errors import HoldfastError
 from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.engine.host.lifetime import adopt_orphans
 from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.net.standard_streams import RareLines, print_plain
 
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> NoReturn:
         time.sleep(LOOK_S)
     print_plain(f"holdfast: {container} on {host} is node {order.id}", flush=True)
     given = {**order.environment, "HOLDFAST_PLACEMENT": order.id}
-    keep_descendants()
+    adopt_orphans()
     keeper = start(order.command, given, run_dir / "logs" / f"{order.id}.txt")
     MemoryRecord(book, order.id, memory_mb).watch(keeper)
 

@@ -14,7 +14,6 @@ from holdfast.engine.host.findings import (
     Grade,
     Limits,
     fail_if,
-    keep_if_needed,
     make_skipped,
     warn_if,
 )
@@ -138,15 +137,14 @@ def _judge_none(report: GpuReport) -> Finding:
 
 def judge_gpu_count(count: int, expected: int) -> Finding:
     """Judge during a job whether all GPUs of its start are still there."""
-    grade = fail_if(count < expected)
     return Finding(
         check="gpu-count",
-        grade=grade,
+        grade=fail_if(count < expected),
         value=count,
         unit="GPUs",
         limit=f"fail below the {expected} there were",
         reason=f"{count} of {expected} GPUs are there",
-        advice=keep_if_needed(grade, "a GPU has gone: read dmesg, restart the machine"),
+        advice="a GPU has gone: read dmesg, restart the machine",
     )
 
 
@@ -207,7 +205,7 @@ def _ecc(gpu: GpuSample, limits: Limits) -> Finding:
         unit="errors",
         limit=f"fail above 0 uncorrected, warn above {limits.gpu_corrected} corrected",
         reason=f"{gpu.uncorrected} uncorrected, {corrected} corrected since the driver was loaded",
-        advice=keep_if_needed(grade, mend if grade is Grade.FAIL else WEAR),
+        advice=mend if grade is Grade.FAIL else WEAR,
     )
 
 
@@ -216,17 +214,16 @@ def judge_gpu_change(before: GpuSample, now: GpuSample) -> list[Finding]:
     if before.corrected is None or now.corrected is None:
         return []
     more = now.corrected - before.corrected
-    grade = warn_if(more > 0)
     return [
         Finding(
             check="gpu-corrected",
             subject=f"GPU {now.index}",
-            grade=grade,
+            grade=warn_if(more > 0),
             value=more,
             unit="errors",
             limit="warn above 0 more",
             reason=f"{more} more corrected memory errors",
-            advice=keep_if_needed(grade, WEAR),
+            advice=WEAR,
         )
     ]
 
@@ -257,15 +254,14 @@ def _temperature(gpu: GpuSample, limits: Limits) -> Finding:
         return _skip_untold("gpu-temperature")
     slowdown = gpu.slowdown_c or limits.gpu_slowdown_c
     warn = slowdown - limits.gpu_margin_c
-    grade = warn_if(gpu.temperature_c >= warn)
     return Finding(
         check="gpu-temperature",
-        grade=grade,
+        grade=warn_if(gpu.temperature_c >= warn),
         value=gpu.temperature_c,
         unit="C",
         limit=f"warn from {warn}; it slows itself down at {slowdown}",
         reason=f"{gpu.temperature_c} C",
-        advice=keep_if_needed(grade, "look at fans, airflow and coolant"),
+        advice="look at fans, airflow and coolant",
     )
 
 
@@ -293,15 +289,14 @@ def _pcie(gpu: GpuSample) -> Finding:
         return _skip_untold("gpu-pcie")
     # A GPU at rest lowers the generation to save power; at full clocks it has no such excuse.
     slow = generation < generation_max and gpu.performance_state == 0
-    grade = warn_if(slow or width < width_max)
     return Finding(
         check="gpu-pcie",
-        grade=grade,
+        grade=warn_if(slow or width < width_max),
         value=width,
         unit="lanes",
         limit=f"warn below generation {generation_max} x{width_max}",
         reason=f"generation {generation} x{width}",
-        advice=keep_if_needed(grade, "reseat the card, or look at riser and slot"),
+        advice="reseat the card, or look at riser and slot",
     )
 
 
@@ -309,15 +304,14 @@ def _memory(gpu: GpuSample, limits: Limits) -> Finding:
     used = gpu.memory_used_bytes
     if used is None:
         return _skip_untold("gpu-memory")
-    grade = warn_if(used > limits.gpu_memory_used_bytes)
     return Finding(
         check="gpu-memory",
-        grade=grade,
+        grade=warn_if(used > limits.gpu_memory_used_bytes),
         value=round(used / GIB, 2),
         unit="GiB",
         limit=f"warn above {limits.gpu_memory_used_bytes / GIB:g} in use before a job",
         reason=f"{used / GIB:.1f} GiB are in use",
-        advice=keep_if_needed(grade, "something uses it: nvidia-smi names the processes"),
+        advice="something uses it: nvidia-smi names the processes",
     )
 
 
@@ -337,5 +331,5 @@ def _xids(gpu: GpuSample) -> Finding:
         unit="Xid" if serious else "",
         limit="fail on " + ", ".join(str(x) for x, (bad, _) in XIDS.items() if bad is Grade.FAIL),
         reason=f"Xid {newest}: {what} ({len(serious)} in all)" if serious else "no serious Xid",
-        advice=keep_if_needed(grade, mend if fatal else "watch it; reset the GPU when it is free"),
+        advice=mend if fatal else "watch it; reset the GPU when it is free",
     )

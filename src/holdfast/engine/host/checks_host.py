@@ -18,7 +18,6 @@ from holdfast.engine.host.findings import (
     fail_if,
     grade_above,
     grade_below,
-    keep_if_needed,
     limit_text,
     make_skipped,
     warn_if,
@@ -99,18 +98,17 @@ def judge_memory(memory: MemorySample, limits: Limits) -> list[Finding]:
     """Judge free memory, swapped memory, and the ECC counters."""
     part = memory.free_bytes / max(1, memory.usable_bytes)
     of = "the container's" if memory.limit_bytes else "the machine's"
-    grade = grade_below(part, *limits.memory_available)
     swapped = memory.swap_used_bytes / max(1, memory.total_bytes)
     swaps = warn_if(swapped > limits.swap_used)
     return [
         Finding(
             check="memory-available",
-            grade=grade,
+            grade=grade_below(part, *limits.memory_available),
             value=round(memory.free_bytes / GIB, 2),
             unit="GiB",
             limit=limit_text("below", limits.memory_available, 0.01) + f" % of {of}",
             reason=f"{part:.0%} of {of} {memory.usable_bytes / GIB:.1f} GiB is free",
-            advice=keep_if_needed(grade, "end what else runs here"),
+            advice="end what else runs here",
         ),
         Finding(
             check="swap",
@@ -119,9 +117,7 @@ def judge_memory(memory: MemorySample, limits: Limits) -> list[Finding]:
             unit="GiB",
             limit=f"warn above {limits.swap_used:.0%} of the memory",
             reason=f"{memory.swap_used_bytes / GIB:.2f} GiB are swapped out",
-            advice=keep_if_needed(
-                swaps, "a worker that swaps slows all others: free memory, or swapoff"
-            ),
+            advice="a worker that swaps slows all others: free memory, or swapoff",
         ),
         judge_memory_errors(memory),
     ]
@@ -130,15 +126,14 @@ def judge_memory(memory: MemorySample, limits: Limits) -> list[Finding]:
 def judge_memory_errors(memory: MemorySample) -> Finding:
     if memory.uncorrected is None:
         return make_skipped("memory-errors", "no memory controller tells (EDAC)")
-    grade = fail_if(memory.uncorrected > 0)
     return Finding(
         check="memory-errors",
-        grade=grade,
+        grade=fail_if(memory.uncorrected > 0),
         value=memory.uncorrected,
         unit="errors",
         limit="fail above 0 uncorrected",
         reason=f"{memory.uncorrected} uncorrected, {memory.corrected or 0} corrected since start",
-        advice=keep_if_needed(grade, "drain the machine and replace the memory module"),
+        advice="drain the machine and replace the memory module",
     )
 
 
@@ -195,7 +190,7 @@ def judge_cpu(before: HostSample, now: HostSample, limits: Limits) -> list[Findi
             unit="%",
             limit=limit_text("above", limits.steal, 0.01) + " %",
             reason=taken if ticks > 0 else "no time has passed",
-            advice=keep_if_needed(grade, "the host is overcommitted: move the machine"),
+            advice="the host is overcommitted: move the machine" if ticks > 0 else "",
         )
     ]
     periods = cpu.periods - past.periods
@@ -210,7 +205,7 @@ def judge_cpu(before: HostSample, now: HostSample, limits: Limits) -> list[Findi
                 unit="%",
                 limit=f"warn above {limits.throttled:.0%} of the periods",
                 reason=f"the container's quota held processes back in {held:.0%} of the periods",
-                advice=keep_if_needed(grade, "raise the quota, or use fewer threads"),
+                advice="raise the quota, or use fewer threads",
             )
         )
     return found
@@ -218,18 +213,15 @@ def judge_cpu(before: HostSample, now: HostSample, limits: Limits) -> list[Findi
 
 def judge_cpu_limits(cpu: CpuSample) -> Finding:
     usable = min(float(cpu.allowed), cpu.quota or float(cpu.allowed))
-    grade = warn_if(cpu.quota is not None and cpu.quota < cpu.allowed)
     told = f"{cpu.visible} visible, {cpu.allowed} allowed"
     return Finding(
         check="cpu-limit",
-        grade=grade,
+        grade=warn_if(cpu.quota is not None and cpu.quota < cpu.allowed),
         value=round(usable, 2),
         unit="processors",
         limit="warn when a quota is below the processors that programs see",
         reason=f"{told}, quota {cpu.quota:g}" if cpu.quota else f"{told}, no quota",
-        advice=keep_if_needed(
-            grade, "libraries start one thread for each processor they see: set --threads"
-        ),
+        advice="libraries start one thread for each processor they see: set --threads",
     )
 
 
@@ -245,16 +237,15 @@ def judge_pressure(pressure: PressureSample, limits: Limits) -> list[Finding]:
         if value is None:
             found.append(make_skipped(check, "the kernel does not tell (/proc/pressure)"))
             continue
-        grade = warn_if(value > limit)
         found.append(
             Finding(
                 check=check,
-                grade=grade,
+                grade=warn_if(value > limit),
                 value=value,
                 unit="%",
                 limit=f"warn above {limit:g} %",
                 reason=f"{who} tasks waited for {what} for {value:g} % of the last minute",
-                advice=keep_if_needed(grade, "find what else runs here"),
+                advice="find what else runs here",
             )
         )
     return found
@@ -283,7 +274,7 @@ def _judge_count(check: str, value: int | None, pair: Pair, what: str, advice: s
         value=value,
         limit=limit_text("below", pair),
         reason=f"{'no limit on' if value is None else value} {what}",
-        advice=keep_if_needed(grade, advice),
+        advice=advice,
     )
 
 
@@ -308,9 +299,7 @@ def _judge_shared(allowance: AllowanceSample, limits: Limits, need_bytes: int) -
         unit="MiB",
         limit=limit_text("below", pair, MIB) + " MiB in size",
         reason=f"{free / MIB:.0f} of {size / MIB:.0f} MiB free in /dev/shm{need}",
-        advice=keep_if_needed(
-            grade, "enlarge it (docker run --shm-size, or a larger tmpfs), or use fewer loaders"
-        ),
+        advice="enlarge it (docker run --shm-size, or a larger tmpfs), or use fewer loaders",
     )
 
 
@@ -318,13 +307,12 @@ def judge_ports(sample: HostSample) -> Finding:
     if not sample.ports:
         return make_skipped("infiniband", "no InfiniBand port here")
     down = sample.ports_down
-    grade = warn_if(bool(down))
     return Finding(
         check="infiniband",
-        grade=grade,
+        grade=warn_if(bool(down)),
         value=sample.ports - len(down),
         unit="ports",
         limit="warn when one is not active",
         reason=f"not active: {', '.join(down)}" if down else f"all {sample.ports} ports active",
-        advice=keep_if_needed(grade, "look at cable and switch port, or disable the port"),
+        advice="look at cable and switch port, or disable the port",
     )

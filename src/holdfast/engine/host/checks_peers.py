@@ -17,7 +17,6 @@ from holdfast.engine.host.findings import (
     fail_if,
     grade_above,
     grade_below,
-    keep_if_needed,
     limit_text,
 )
 
@@ -92,7 +91,7 @@ def judge_peer(sample: PeerSample, limits: Limits) -> list[Finding]:
             unit="ms",
             limit=limit_text("above", limits.round_trip_s, 1e-3) + " ms",
             reason=f"round trip {1e3 * sample.round_trip_s:.2f} ms",
-            advice=keep_if_needed(grade, "are both in one data centre, on one network?"),
+            advice="are both in one data centre, on one network?",
         ),
         judge_clock(sample, limits),
     ]
@@ -120,7 +119,7 @@ def judge_peer(sample: PeerSample, limits: Limits) -> list[Finding]:
                 unit="MB/s",
                 limit=limit_text("below", limits.network, 1e6) + " MB/s",
                 reason=f"{rate / 1e6:.0f} MB/s on one connection",
-                advice=keep_if_needed(grade, "look at link speed, cables and switch"),
+                advice="look at link speed, cables and switch",
             )
         )
     return found
@@ -141,18 +140,17 @@ def clock_offset(times: Sequence[tuple[float, float, float, float]]) -> tuple[fl
 def judge_clock(sample: PeerSample, limits: Limits) -> Finding:
     """Judge by how much clocks differ for certain: half the round trip may be the network's."""
     certain_s = max(0.0, abs(sample.offset_s) - sample.round_trip_s / 2)
-    grade = grade_above(certain_s, *limits.clock_s)
     way = "ahead of" if sample.offset_s > 0 else "behind"
     return Finding(
         check="clock",
         subject=sample.peer,
-        grade=grade,
+        grade=grade_above(certain_s, *limits.clock_s),
         value=round(1e3 * sample.offset_s, 3),
         unit="ms",
         limit=limit_text("above", limits.clock_s, 1e-3) + " ms",
         reason=f"the peer's clock is {1e3 * abs(sample.offset_s):.2f} ms {way} ours, "
         f"give or take {1e3 * sample.round_trip_s / 2:.2f} ms",
-        advice=keep_if_needed(grade, "run a time service (chrony, ntpd) on both"),
+        advice="run a time service (chrony, ntpd) on both",
     )
 
 
@@ -201,16 +199,15 @@ def compare_speeds(
 def _make_slow_finding(
     check: str, subject: str, part: float, pair: Pair, others: str, advice: str
 ) -> Finding:
-    grade = grade_below(part, *pair)
     return Finding(
         check=check,
         subject=subject,
-        grade=grade,
+        grade=grade_below(part, *pair),
         value=round(part, 3),
         unit="of the others'",
         limit=limit_text("below", pair),
         reason=f"{part:.2f} of the median of {others}",
-        advice=keep_if_needed(grade, advice),
+        advice=advice,
     )
 
 
@@ -250,15 +247,14 @@ def judge_versions(facts: dict[str, str], *, gpus: int) -> list[Finding]:
 
 def _version(name: str, version: str, oldest: tuple[int, int]) -> Finding:
     numbers = [int(part) if part.isdecimal() else 0 for part in version.split(".")[:2]]
-    grade = fail_if(tuple(numbers) < oldest)
     least = "at least " + ".".join(map(str, oldest))
     return Finding(
         check="versions",
         subject=name,
-        grade=grade,
+        grade=fail_if(tuple(numbers) < oldest),
         limit=least,
         reason=version,
-        advice=keep_if_needed(grade, f"install {least}"),
+        advice=f"install {least}",
     )
 
 

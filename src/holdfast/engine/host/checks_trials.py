@@ -19,7 +19,6 @@ from holdfast.engine.host.findings import (
     fail_if,
     grade_above,
     grade_below,
-    keep_if_needed,
     limit_text,
     make_skipped,
     warn_if,
@@ -109,20 +108,17 @@ def judge_arithmetic(sample: ArithmeticSample) -> Finding:
 
 def judge_memory_speed(sample: MemorySpeedSample) -> list[Finding]:
     """Judge whether memory kept the written bytes, and its speed."""
-    grade = fail_if(sample.wrong_bytes > 0)
     kept = f"{sample.tested_bytes / MIB:.0f} MiB kept every pattern"
     lost = f"{sample.wrong_bytes} of {sample.tested_bytes} bytes changed: {sample.where}"
     return [
         Finding(
             check="memory-pattern",
-            grade=grade,
+            grade=fail_if(sample.wrong_bytes > 0),
             value=sample.wrong_bytes,
             unit="bytes",
             limit="fail above 0",
             reason=lost if sample.wrong_bytes > 0 else kept,
-            advice=keep_if_needed(
-                grade, "take the machine out and test its memory (memtester, memtest86+)"
-            ),
+            advice="take the machine out and test its memory (memtester, memtest86+)",
         ),
         Finding(
             check="memory-speed",
@@ -159,17 +155,16 @@ def _judge_basics(
         return found
     found.append(judge_disk_space(disk, limits))
     if disk.sync_s is not None:
-        grade = grade_above(disk.sync_s, *sync_s)
         found.append(
             Finding(
                 check="disk-sync",
                 subject=disk.directory,
-                grade=grade,
+                grade=grade_above(disk.sync_s, *sync_s),
                 value=round(1e3 * disk.sync_s, 3),
                 unit="ms",
                 limit=limit_text("above", sync_s, 1e-3) + " ms",
                 reason=reason,
-                advice=keep_if_needed(grade, advice),
+                advice=advice,
             )
         )
     return found
@@ -182,7 +177,7 @@ def _judge_usable(disk: DiskSample) -> Finding:
         grade=fail_if(bool(disk.failure)),
         limit="fail when a file cannot be written and synced",
         reason=disk.failure or f"can be written ({disk.filesystem or 'file system not told'})",
-        advice="mend it, or name another directory" if disk.failure else "",
+        advice="mend it, or name another directory",
     )
 
 
@@ -198,7 +193,7 @@ def _judge_disk_write(disk: DiskSample, rate: float, limits: Limits) -> list[Fin
             unit="MB/s",
             limit=limit_text("below", limits.disk_write, 1e6) + " MB/s",
             reason=f"{rate / 1e6:.0f} MB/s written and synced on {disk.filesystem or 'it'}",
-            advice=keep_if_needed(grade, "checkpoints will take long: use a faster disk"),
+            advice="checkpoints will take long: use a faster disk",
         ),
         Finding(
             check="disk-read-back",
@@ -206,7 +201,7 @@ def _judge_disk_write(disk: DiskSample, rate: float, limits: Limits) -> list[Fin
             grade=fail_if(spoilt),
             limit="fail when a byte differs",
             reason=read,
-            advice="this disk corrupts data: take it out" if spoilt else "",
+            advice="this disk corrupts data: take it out",
         ),
     ]
 
@@ -228,7 +223,7 @@ def judge_disk_space(disk: DiskSample, limits: Limits) -> Finding:
         unit="GiB",
         limit=limit_text("below", limits.disk_free_bytes, GIB) + " GiB",
         reason=f"{disk.free_bytes / GIB:.1f} GiB free{inodes}",
-        advice=keep_if_needed(grade, "free space there, or name another directory"),
+        advice="free space there, or name another directory",
     )
 
 
@@ -282,17 +277,16 @@ def judge_kernel_log(
         if kind in without or (gpus and kind == "gpu"):
             continue
         count, line = lines.get(kind, (0, ""))
-        grade = warn_if(count > 0)
         found.append(
             Finding(
                 check="kernel-log",
                 subject=kind,
-                grade=grade,
+                grade=warn_if(count > 0),
                 value=count,
                 unit="lines",
                 limit="warn above 0",
                 reason=f"{count} of late, newest: {line}" if count else "no trouble",
-                advice=keep_if_needed(grade, advice),
+                advice=advice,
             )
         )
     return found

@@ -31,7 +31,7 @@ import msgspec
 
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.host.bounded import Watcher, child_command, run_bounded
-from holdfast.engine.host.findings import Finding, Grade, keep_if_needed, to_one_line
+from holdfast.engine.host.findings import Finding, Grade, to_one_line
 from holdfast.engine.net.descriptors import is_readable, wait_readable
 from holdfast.engine.state.store.regular_files import create_regular, read_regular
 
@@ -140,7 +140,7 @@ def judge_command(check: ExternalCheck, sample: CommandSample) -> Finding:
     said = to_one_line(sample.said.partition("|")[0] or sample.said)  # without performance data
     unknown = sample.failure or f"exit status {sample.status}"
     reason = said or "it said nothing"
-    advice = keep_if_needed(grade, "see what the site's own check asks for")
+    advice = "see what the site's own check asks for"
     if grade is Grade.SKIPPED:
         reason = f"{unknown}; it said: {said}" if said else unknown
         advice = f"nothing was learned: try `{shlex.join(check.command)}` by hand"

@@ -93,7 +93,11 @@ class Finding:
     value: float | None = None
     unit: str = ""
     limit: str = ""  # in words, for example: warn above 0.1, fail above 1
-    advice: str = ""  # the remedy, if one is needed
+    advice: str = ""  # the remedy; none where all is well
+
+    def __post_init__(self) -> None:
+        if self.grade is Grade.OK:
+            object.__setattr__(self, "advice", "")
 
     @property
     def name(self) -> str:
@@ -137,11 +141,6 @@ def grade_below(value: float, warn: float, fail: float) -> Grade:
     if not value >= fail:
         return Grade.FAIL
     return warn_if(value < warn)
-
-
-def keep_if_needed(grade: Grade, advice: str) -> str:
-    """Keep an advice only where there is something to do: after a warning or a failure."""
-    return advice if grade in (Grade.WARN, Grade.FAIL) else ""
 
 
 def worst(findings: Iterable[Finding]) -> Grade:

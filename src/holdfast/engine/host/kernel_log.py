@@ -8,16 +8,15 @@ a count that has just grown explains a SIGKILL that no other process has sent.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.engine.host.checks_trials import LOG_KINDS, KernelLogSample
+from holdfast.engine.host.host import ControlGroups, KernelFiles
 
 DEVICE = Path("/dev/kmsg")
 RECORD_BYTES_MAX = 8192
@@ -123,11 +122,8 @@ _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 class OomKills:
     """Watches the count of one control group. `look` at it often."""
 
-    def __init__(
-        self, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"), log: Path = DEVICE
-    ) -> None:
-        self._proc = proc
-        self._groups = groups
+    def __init__(self, root: Path = Path("/"), log: Path = DEVICE) -> None:
+        self._files = KernelFiles(root)
         self._log = log
         self._seen: deque[tuple[float, int]] = deque()  # times and counts, of the last seconds
         self._explained: deque[float] = deque()  # times of kills that one process each has had
@@ -168,25 +164,9 @@ class OomKills:
 
     def _read_count(self) -> int:
         """Return the number of such kills in this process's control group; 0 if none counts."""
-        for path in self._find_files():
-            with contextlib.suppress(OSError):
-                if found := _COUNT.search(path.read_text()):
-                    return int(found[1])
+        names = ("memory.events", "memory.oom_control")
+        folders = ControlGroups(self._files).list_folders("memory")
+        for path in (*(f"{folder}/{name}" for folder in folders for name in names), "proc/vmstat"):
+            if found := _COUNT.search(self._files.text(path)):
+                return int(found[1])
         return 0
-
-    def _find_files(self) -> Iterator[Path]:
-        """Yield the files that may have the count, the best one first."""
-        try:
-            lines = (self._proc / "self" / "cgroup").read_text().splitlines()
-        except OSError:
-            lines = []
-        for line in lines:
-            _, controllers, place = line.split(":", 2)
-            # A container may see the path of its group, or the group itself at the root.
-            if controllers == "":
-                for folder in (place.lstrip("/"), ""):
-                    yield self._groups / folder / "memory.events"
-            elif "memory" in controllers.split(","):
-                for folder in (place.lstrip("/"), ""):
-                    yield self._groups / "memory" / folder / "memory.oom_control"
-        yield self._proc / "vmstat"

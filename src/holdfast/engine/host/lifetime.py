@@ -15,6 +15,8 @@ systemd send such a signal to every process of a job at once, a terminal or a us
 launcher alone. So only the launcher acts on one: it orders the process that can end the job to do
 so, once, and every other process works until it is ended. An order is a real-time signal of its
 own, one for each signal: no scheduler sends these. If the launcher dies, the kernel ends them all.
+
+It also asks the kernel about a process: its state, and whether any of its threads was scheduled.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from holdfast.engine.core.membership.liveness import ProcessSample
 from holdfast.engine.net.standard_streams import print_line
 
 PR_SET_PDEATHSIG = 1
@@ -199,6 +202,59 @@ class Orders:
 
 def _do_nothing(number: int, frame: object) -> None:
     """Leave the signal to the launcher, which gets it as well."""
+
+
+THREADS_MAX = 64  # the control thread is among the first; more would only cost
+
+
+def read_stat(pid: int | str) -> list[str]:
+    """Return what the kernel says about a process, from its state on. OSError: it has gone."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+def sample_process(pid: int) -> ProcessSample | None:
+    """Take one look at a process; None when it has gone."""
+    try:
+        fields = read_stat(pid)
+    except OSError:
+        return None
+    ticks = int(fields[11]) + int(fields[12])  # user and system time, all threads
+    return ProcessSample(state=fields[0], progress=ticks + _switches(pid))
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process began, in the kernel's ticks since boot; None if it has ended."""
+    try:
+        fields = read_stat(pid)
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _switches(pid: int) -> int:
+    """Count the context switches of all threads: they grow even while a process only waits."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for tid in sorted(os.listdir(f"/proc/{pid}/task"), key=int)[:THREADS_MAX]:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{tid}/status") as file:
+                text = file.read()
+                for line in text[text.rfind("voluntary_ctxt_switches") - 40 :].splitlines():
+                    if "voluntary_ctxt_switches" in line:
+                        total += int(line.split()[1])
+    return total
+
+
+def session_cpu_s(leaders: Collection[int]) -> dict[int, float]:
+    """Sum up the processor time of all living processes of these sessions, by session."""
+    found = dict.fromkeys(leaders, 0.0)
+    tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError):
+            fields = read_stat(name)
+            if (session := int(fields[3])) in found:
+                found[session] += (int(fields[11]) + int(fields[12])) * tick_s
+    return found
 
 
 if __name__ == "__main__":

@@ -223,9 +223,8 @@ def share_times(processes: Sequence[ProcessTimes], events: Sequence[Event]) -> G
         ended=max([p.ended for p in processes] + times[-1:]),
     )
     formed_at = pairs[0][0] if pairs else found.ended
-    of_worker: dict[int, list[ProcessTimes]] = {}
+    of_worker = _by_worker(processes)
     for each in processes:
-        of_worker.setdefault(each.worker, []).append(each)
         for line in each.lines:
             found.steps = max(found.steps, line.step)
             for number, count in line.steps.items():

@@ -90,27 +90,6 @@ def _digest(line: bytes, before: str) -> str:
     return hashlib.blake2b(before.encode() + line, digest_size=8).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerHeader:
-    """Names the writer and the job. A later header in the same file names the next plan.
-
-    `backup`: how many workers' results a step may drop. `dataset`: a number for each dataset with
-    records that may be quarantined, from 1 on; `quarantined`: the records at this place.
-    `digest_steps`: digests of gradients and sums cover every byte in this number of steps; 0: there
-    are none.
-    """
-
-    seed: int
-    virtual_ranks: int
-    plan: Mapping[str, Any]
-    worker: int
-    incarnation: int
-    backup: int = 0
-    dataset: int = 0
-    quarantined: Sequence[int] = ()
-    digest_steps: int = 0
-
-
 class Uses(enum.Enum):
     """Names the samples that a step uses."""
 
@@ -170,18 +149,6 @@ class LedgerEntry:
     of: StepDigests = StepDigests()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerDoubt:
-    """Declares steps from `step` on, committed in views up to `view`, doubtful.
-
-    `again`: they do not count and are done again; otherwise they stay, and the result is not exact.
-    """
-
-    step: int
-    view: int
-    again: bool
-
-
 class HeaderLine(
     msgspec.Struct,
     tag="header",
@@ -189,6 +156,14 @@ class HeaderLine(
     forbid_unknown_fields=True,
     omit_defaults=True,
 ):
+    """Names the writer and the job. A later header in the same file names the next plan.
+
+    `backup`: how many workers' results a step may drop. `dataset`: a number for each dataset with
+    records that may be quarantined, from 1 on; `quarantined`: the records at this place.
+    `digest_steps`: digests of gradients and sums cover every byte in this number of steps; 0: there
+    are none.
+    """
+
     seed: Annotated[int, msgspec.Meta(ge=0)]
     virtual_ranks: Annotated[int, msgspec.Meta(ge=1)]
     plan: dict[str, Any]
@@ -265,6 +240,11 @@ class StepLine(
 
 
 class DoubtLine(msgspec.Struct, tag="doubt", tag_field="kind", forbid_unknown_fields=True):
+    """Declares steps from `step` on, committed in views up to `view`, doubtful.
+
+    `again`: they do not count and are done again; otherwise they stay, and the result is not exact.
+    """
+
     step: _Natural
     view: _Natural
     again: bool
@@ -346,21 +326,9 @@ class LedgerWriter:
         self._chain: str | None = None  # the last line's; None: not looked up yet
         self._kept: deque[tuple[bytes, bool]] = deque()  # without chain, and whether to have one
 
-    def begin(self, header: LedgerHeader) -> None:
+    def begin(self, header: HeaderLine) -> None:
         """Open the file if it is not open, and write the header of the entries that follow."""
-        line = HeaderLine(
-            seed=header.seed,
-            virtual_ranks=header.virtual_ranks,
-            plan=dict(header.plan),
-            worker=header.worker,
-            incarnation=header.incarnation,
-            backup=header.backup,
-            dataset=header.dataset,
-            quarantined=tuple(header.quarantined),
-            digest_steps=header.digest_steps,
-            format=FORMAT,
-        )
-        self._put(_encode(line), opens=True)
+        self._put(_encode(msgspec.structs.replace(header, format=FORMAT)), opens=True)
 
     def append(self, entry: LedgerEntry) -> None:
         step, index, uses = entry.place.step, entry.place.index, entry.place.uses
@@ -384,15 +352,9 @@ class LedgerWriter:
         )
         self._put(_encode(line))
 
-    def doubt(self, doubt: LedgerDoubt) -> None:
+    def doubt(self, doubt: DoubtLine) -> None:
         """Record a doubt, which also covers what other workers have written."""
-        line = _encode(DoubtLine(step=doubt.step, view=doubt.view, again=doubt.again))
-        self._put(line, chained=False, opens=True)
-
-    @property
-    def has_kept(self) -> bool:
-        """Return whether lines wait for room."""
-        return bool(self._kept)
+        self._put(_encode(doubt), chained=False, opens=True)
 
     def write_kept(self) -> OSError | None:
         """Write the lines that were kept; return the error if there is still no room for one.

@@ -8,16 +8,83 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.engine.records.file_tails import FileTail
 from holdfast.engine.records.incidents import Incident, drop_routine, list_incidents, parse_event
 from holdfast.engine.records.ledger import LEDGER_DIR, StepLine, decode_line
 from holdfast.engine.records.summary import estimate_left_s
 from holdfast.engine.records.time_lines import read_last_times
-from holdfast.engine.state.store.regular_files import regular_stream
+from holdfast.engine.state.store.regular_files import (
+    open_regular,
+    read_end,
+    regular_stream,
+    skip_hole,
+)
+
+CHUNK_BYTES = 1 << 20  # a longer line is skipped
+LOG_BYTES = 32 << 10  # read from the end of a log
+LOG_LINES = 200
+
+
+class FileTail:
+    """Yields the lines that have come to a file since the last look.
+
+    The file may not be there yet, may end in half a line, and may be replaced by a shorter one.
+    `cut`: it became shorter, and was read again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self._inode = 0
+        self.cut = False
+
+    def read(self) -> Iterator[bytes]:
+        """Yield the new whole lines, without their ends; none if the file cannot be read."""
+        with contextlib.suppress(OSError):
+            descriptor = open_regular(self._path)
+            try:
+                found = os.fstat(descriptor)
+                if found.st_size < self._at or self._inode not in (0, found.st_ino):
+                    self._at, self.cut = 0, True
+                self._inode = found.st_ino
+                yield from self._lines(descriptor, found.st_size)
+            finally:
+                os.close(descriptor)
+
+    def _lines(self, descriptor: int, size: int) -> Iterator[bytes]:
+        while self._at < size:
+            data = os.pread(descriptor, CHUNK_BYTES, self._at)
+            whole, newline, _ = data.rpartition(b"\n")
+            if not newline:
+                if len(data) < CHUNK_BYTES:
+                    return  # the line is not finished yet
+                self._at = skip_hole(descriptor, self._at + len(data))
+                continue
+            self._at += len(whole) + 1
+            yield from whole.split(b"\n")
+
+
+def read_log_end(logs: Path, worker: int) -> tuple[str, list[str]]:
+    """Return the name and the last lines of a worker's newest log; an empty name: it has none."""
+    newest = max(logs.glob(f"worker-{worker}-*.log"), key=_incarnation_of, default=None)
+    if newest is None:
+        return "", []
+    with contextlib.suppress(OSError), regular_stream(newest) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(size - LOG_BYTES, 0))
+        lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
+        begins_whole = size <= LOG_BYTES
+        return newest.name, lines[0 if begins_whole else 1 :][-LOG_LINES:]
+    return newest.name, []
+
+
+def _incarnation_of(path: Path) -> tuple[int, str]:
+    number = path.stem.split("-")[2]
+    return (int(number) if number.isdecimal() else -1, path.name)
+
 
 RATE_S = 10.0  # over which the rate of steps is taken
 TAIL_BYTES = 256 << 10
@@ -92,10 +159,7 @@ class RunTail:
             newest = max(paths, key=lambda path: path.stat().st_mtime_ns, default=None)
             if newest is None:
                 return
-            with regular_stream(newest) as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(size - TAIL_BYTES, 0))
-                lines = file.read(TAIL_BYTES).split(b"\n")
+            lines = read_end(newest, TAIL_BYTES)
         except OSError:
             return
         for data in reversed(lines[:-1]):

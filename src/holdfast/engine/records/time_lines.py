@@ -23,8 +23,8 @@ import msgspec
 
 from holdfast.engine.state.store.regular_files import (
     append_regular,
+    read_end,
     read_whole_lines,
-    regular_stream,
 )
 
 TIMES_DIR = "times"
@@ -195,9 +195,7 @@ def read_last_times(run_dir: str | os.PathLike[str]) -> list[list[SpentLine]]:
 
 def _read_last_lines(path: Path) -> Iterator[SpentLine]:
     try:
-        with regular_stream(path) as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - LAST_BYTES, 0))
-            lines = file.read(LAST_BYTES).split(b"\n")[:-1]
+        lines = read_end(path, LAST_BYTES)[:-1]
     except OSError:
         return
     for data in lines:

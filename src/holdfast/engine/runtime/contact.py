@@ -20,7 +20,7 @@ from holdfast.engine.core.membership.server_places import name_count
 from holdfast.engine.core.types import AgentId, WorkerId
 from holdfast.engine.net.channel import Channel, connect
 from holdfast.engine.net.standard_streams import print_line
-from holdfast.engine.records.file_tails import read_log_end
+from holdfast.engine.records.run_tail import read_log_end
 from holdfast.engine.runtime.job_status import JobStatus, ProcessPhase, parse_status
 from holdfast.engine.runtime.leadership.election import (
     SCHEMES,

@@ -34,7 +34,7 @@ from holdfast.engine.core.types import Peer, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import PieceArena
-from holdfast.engine.state.memory.piece_post import PiecePost
+from holdfast.engine.state.memory.pieces import PiecePost
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
@@ -69,11 +69,10 @@ from holdfast.engine.train.shards.shard_links import (
 )
 from holdfast.engine.train.state.fed_receiver import FedReceiver
 from holdfast.engine.train.state.feeder import Feeder
-from holdfast.engine.train.state.missed_steps import MissedSteps
-from holdfast.engine.train.state.recalling import Recalling
-from holdfast.engine.train.state.replicator import PieceTarget, Replicator
+from holdfast.engine.train.state.replicator import PieceTarget, Recalling, Replicator
 from holdfast.engine.train.state.restorer import NoStore, Restorer
 from holdfast.engine.train.state.saver import Saver, WriterLink, say
+from holdfast.engine.train.state.step_image import MissedSteps
 from holdfast.engine.train.step.agent_link import AgentLink, SoloLink
 from holdfast.engine.train.step.buckets import FilledBuckets
 from holdfast.engine.train.step.driver import Driver, Link, Monitor
@@ -222,7 +221,7 @@ def _saver(
         buffers.remember()
         return fingerprint_whole()
 
-    return Saver(writer, protected, driver.post, fingerprint_at_rest, capture, updates)
+    return Saver(writer, protected, driver.post, fingerprint_at_rest, capture, updates.save)
 
 
 def _replicator(

@@ -13,7 +13,7 @@ from holdfast.engine.core.errors import HoldfastError, UserError
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tls import client_of
 from holdfast.engine.runtime.contact import ask, contact_of
-from holdfast.engine.runtime.post_mortem import write_bundle
+from holdfast.engine.runtime.coordinate.black_box import write_bundle
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.wire.messages import OrderReply, StacksRequest
 

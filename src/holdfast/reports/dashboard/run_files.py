@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.records.file_tails import FileTail
 from holdfast.engine.records.goodput import MEANINGS, QUANTILES, Goodput, share_times
 from holdfast.engine.records.incidents import (
     Incident,
@@ -28,7 +27,7 @@ from holdfast.engine.records.incidents import (
     list_incidents,
 )
 from holdfast.engine.records.ledger import LEDGER_DIR, DoubtLine, StepLine, Uses, decode_line
-from holdfast.engine.records.run_tail import RunTail
+from holdfast.engine.records.run_tail import FileTail, RunTail
 from holdfast.engine.records.time_lines import ProcessTimes, read_times
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.reports.charts import thin_points

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.clusters.slurm import slurm_manager
-from holdfast.clusters.slurm import slurm_tables as tables
+from holdfast.clusters.slurm import slurm_batch, slurm_manager
 from holdfast.clusters.slurm.slurm_batch import (
     NODE,
     clean_environment,
@@ -44,7 +43,7 @@ node5|unknown|none
 
 
 def test_jobs_are_read() -> None:
-    failed, waiting, runs, allocation, ends, starts = tables.read_jobs(JOBS)
+    failed, waiting, runs, allocation, ends, starts = slurm_batch.read_jobs(JOBS)
     assert (failed.holding, waiting.holding, runs.holding) == (
         Holding.ENDED,
         Holding.WAITING,
@@ -59,15 +58,15 @@ def test_jobs_are_read() -> None:
 
 
 def test_steps_are_read() -> None:
-    assert tables.read_steps("4.0|node0|hf-y-1\n4.batch|node0|batch\n") == [
-        tables.SlurmStep(id="4.0", name="hf-y-1", host="node0"),
-        tables.SlurmStep(id="4.batch", name="batch", host="node0"),
+    assert slurm_batch.read_steps("4.0|node0|hf-y-1\n4.batch|node0|batch\n") == [
+        slurm_batch.SlurmStep(id="4.0", name="hf-y-1", host="node0"),
+        slurm_batch.SlurmStep(id="4.batch", name="batch", host="node0"),
     ]
 
 
 def test_nodes_are_read() -> None:
     """What runs on a node that slurmctld does not know yet has not ended."""
-    found = {n.name: (n.gone, n.up, n.leaving) for n in tables.read_nodes(NODES)}
+    found = {n.name: (n.gone, n.up, n.leaving) for n in slurm_batch.read_nodes(NODES)}
     assert found == {
         "node0": (False, True, ""),
         "node1": (False, True, "a new fan | or two"),
@@ -81,7 +80,7 @@ def test_nodes_are_read() -> None:
 @pytest.mark.parametrize("text", ["1|R|node1", "1|R|n|n|yesterday|None|hf-x-1"])
 def test_an_answer_of_slurm_that_cannot_be_read_is_reported_as_damaged(text: str) -> None:
     with pytest.raises(Damaged, match="Slurm's answer cannot be read"):
-        tables.read_jobs(text)
+        slurm_batch.read_jobs(text)
 
 
 MUNGE_IS_AWAY = """\
@@ -95,11 +94,11 @@ slurm_load_jobs error: Protocol authentication error
 def test_the_cause_of_a_problem_is_reported_and_not_the_advice() -> None:
     """As Slurm 22.05 prints it when munged has been killed."""
     cause = 'Munge encode failed: Failed to connect to "/run/munge.sock": Connection refused'
-    assert tables.read_problem(MUNGE_IS_AWAY) == f"{cause}; is munged running on this host?"
+    assert slurm_batch.read_problem(MUNGE_IS_AWAY) == f"{cause}; is munged running on this host?"
     refused = "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
     why = "Batch job submission failed: Invalid partition name specified"
-    assert tables.read_problem(refused) == why
-    assert tables.read_problem("") == ""
+    assert slurm_batch.read_problem(refused) == why
+    assert slurm_batch.read_problem("") == ""
 
 
 def test_without_slurm_the_manager_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

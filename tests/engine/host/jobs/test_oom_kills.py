@@ -25,11 +25,14 @@ class Machine:
 
     def __init__(self, root: Path, groups: str, file: str) -> None:
         self.root, self.file = root, root / file
-        (root / "self").mkdir()
-        (root / "self" / "cgroup").write_text(groups)
+        (root / "proc" / "self").mkdir(parents=True)
+        (root / "proc" / "self" / "cgroup").write_text(groups)
+        if groups == V2:
+            (root / "sys/fs/cgroup").mkdir(parents=True)
+            (root / "sys/fs/cgroup/cgroup.controllers").write_text("memory")
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.log = root / "kmsg"
-        self.kills = OomKills(root, root, self.log)
+        self.kills = OomKills(root, self.log)
 
     def count(self, number: int) -> None:
         self.file.write_text(f"low 0\noom 9\noom_kill {number}\noom_group_kill 3\n")
@@ -38,11 +41,14 @@ class Machine:
 @pytest.mark.parametrize(
     ("groups", "file"),
     [
-        (V1, "memory/job/7/memory.oom_control"),
-        (V1, "memory/memory.oom_control"),  # a container sees its own group at the root
-        (V2, "job/7/memory.events"),
-        (V2, "memory.events"),
-        ("", "vmstat"),
+        (V1, "sys/fs/cgroup/memory/job/7/memory.oom_control"),
+        (
+            V1,
+            "sys/fs/cgroup/memory/memory.oom_control",
+        ),  # a container sees its own group at the root
+        (V2, "sys/fs/cgroup/job/7/memory.events"),
+        (V2, "sys/fs/cgroup/memory.events"),
+        ("", "proc/vmstat"),
     ],
 )
 def test_a_count_that_has_just_grown_explains_as_many_kills(
@@ -58,7 +64,7 @@ def test_a_count_that_has_just_grown_explains_as_many_kills(
 
 
 def test_a_kill_of_long_ago_explains_nothing(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, V2, "job/7/memory.events")
+    machine = Machine(tmp_path, V2, "sys/fs/cgroup/job/7/memory.events")
     machine.count(0)
     machine.kills.look(0.0)
     machine.count(1)  # a child of a worker, which lives on
@@ -76,7 +82,7 @@ def test_without_any_count_nothing_is_explained(tmp_path: Path) -> None:
 def test_the_line_of_the_kernels_log_on_this_process_is_the_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = Machine(tmp_path, V2, "job/7/memory.events")
+    machine = Machine(tmp_path, V2, "sys/fs/cgroup/job/7/memory.events")
     us = int(time.clock_gettime(time.CLOCK_BOOTTIME) * 1e6)
     records = [KILLED.format(us=us).encode()]
     machine.log.touch()

@@ -16,7 +16,7 @@ from holdfast.engine.commands.ledger_command import main, render
 from holdfast.engine.core.errors import UserError, WorldError
 from holdfast.engine.records import ledger_audit
 from holdfast.engine.records.ledger import (
-    LedgerDoubt,
+    DoubtLine,
     LedgerEntry,
     LedgerWriter,
     ledger_path,
@@ -113,7 +113,7 @@ def test_withdrawn_steps_do_not_count(tmp_path):
     write(tmp_path, 1, again, incarnation=2)
     assert not audit(tmp_path).ok
     writer = LedgerWriter(path)
-    writer.doubt(LedgerDoubt(step=4, view=2, again=True))
+    writer.doubt(DoubtLine(step=4, view=2, again=True))
     writer.close()
     report = audit(tmp_path)
     assert (report.ok, report.inexact_since, report.steps) == (True, None, STEPS), report.findings
@@ -123,7 +123,7 @@ def test_steps_that_may_be_wrong_and_were_kept_are_reported_as_not_exact(tmp_pat
     path, _ = write_run(tmp_path)
     for step in (9, 5):
         writer = LedgerWriter(path)
-        writer.doubt(LedgerDoubt(step=step, view=1, again=False))
+        writer.doubt(DoubtLine(step=step, view=1, again=False))
         writer.close()
     report = audit(tmp_path)
     assert (report.ok, report.inexact_since) == (True, 5)

@@ -12,7 +12,7 @@ import pytest
 from test_ledger import STEPS, audit, entry, header, write_run
 
 from holdfast.engine.core.errors import WorldError
-from holdfast.engine.records.ledger import ChainCheck, LedgerDoubt, LedgerWriter, ledger_path
+from holdfast.engine.records.ledger import ChainCheck, DoubtLine, LedgerWriter, ledger_path
 
 Lines = list[bytes]
 
@@ -60,7 +60,7 @@ def test_doubts_are_no_part_of_the_chain_and_it_goes_on_when_a_file_is_opened_ag
     writer, other = LedgerWriter(path), LedgerWriter(path)
     writer.begin(header())
     writer.append(entry(0))
-    other.doubt(LedgerDoubt(step=50, view=1, again=True))
+    other.doubt(DoubtLine(step=50, view=1, again=True))
     other.close()
     writer.append(entry(1))
     writer.close()

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from test_ledger import PLAN, entry, header
@@ -50,7 +51,7 @@ def steps_of(told: Told, used: Told | None = None) -> list[LedgerEntry]:
 def proof(run: Path, entries: Sequence[LedgerEntry], dataset: int = 1) -> LedgerReport:
     for worker in (0, 1):
         writer = LedgerWriter(ledger_path(run, worker, 1))
-        writer.begin(dataclasses.replace(header(worker), dataset=dataset))
+        writer.begin(msgspec.structs.replace(header(worker), dataset=dataset))
         for each in entries:
             writer.append(each)
         writer.close()
@@ -99,7 +100,7 @@ def test_copies_agree_on_what_was_left_out(tmp_path: Path) -> None:
     entries = steps_of(TOLD)
     proof(tmp_path, entries)
     writer = LedgerWriter(ledger_path(tmp_path, 2, 1))
-    writer.begin(dataclasses.replace(header(2), dataset=1))
+    writer.begin(msgspec.structs.replace(header(2), dataset=1))
     writer.append(dataclasses.replace(entries[1], bad={}))
     writer.close()
     assert any(

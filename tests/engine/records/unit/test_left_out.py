@@ -11,8 +11,8 @@ import torch
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.job_spec import with_settings
 from holdfast.engine.records.ledger import (
+    HeaderLine,
     LedgerEntry,
-    LedgerHeader,
     LedgerWriter,
     Place,
     ledger_path,
@@ -160,9 +160,7 @@ def test_a_batch_is_left_out_once_and_in_place_of_backward() -> None:
 
 def test_the_ledger_counts_the_samples_that_were_left_out(tmp_path: Any) -> None:
     writer = LedgerWriter(ledger_path(tmp_path, 0, 1))
-    writer.begin(
-        LedgerHeader(seed=0, virtual_ranks=4, plan=PLAN.to_dict(), worker=0, incarnation=1)
-    )
+    writer.begin(HeaderLine(seed=0, virtual_ranks=4, plan=PLAN.to_dict(), worker=0, incarnation=1))
     for step in range(3):
         tasks = PLAN.step_tasks(step)
         writer.append(

@@ -15,7 +15,7 @@ from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.fleet.cluster_manager import PLAN_FILE, read_plan
 from holdfast.engine.host.external_checks import checks_file, load_checks, save_checks
-from holdfast.engine.records.ledger import LedgerDoubt, LedgerWriter, ledger_path
+from holdfast.engine.records.ledger import DoubtLine, LedgerWriter, ledger_path
 from holdfast.engine.records.ledger_claims import RESULT_FILE, claim_of_result
 from holdfast.engine.runtime.leadership.journal import FileJournal
 from holdfast.engine.runtime.rundir import JOB_FILE, RunDir
@@ -56,7 +56,7 @@ def test_a_file_that_is_written_whole_replaces_what_was_there(tmp_path: Path) ->
 def test_a_ledger_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     writer = LedgerWriter(pipe(ledger_path(tmp_path, 0, 1)))
     with pytest.raises(WorldError, match="is not a regular file"):
-        writer.doubt(LedgerDoubt(step=0, view=1, again=False))
+        writer.doubt(DoubtLine(step=0, view=1, again=False))
 
 
 def test_a_result_that_is_a_pipe_claims_nothing(tmp_path: Path) -> None:

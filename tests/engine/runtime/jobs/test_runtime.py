@@ -15,7 +15,7 @@ import pytest
 
 from conftest import RUN_S, SCRIPTS, Start, finish
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy
-from holdfast.engine.host.procfs import sample_process
+from holdfast.engine.host.lifetime import sample_process
 from holdfast.engine.runtime.local_run import strike
 
 STEPS = 60

@@ -20,8 +20,8 @@ from conftest import Start, finish
 from dashboard_kit import BEGAN, LIMIT_S, SCRIPT, Dashboard, write_crashed_run, write_event
 from holdfast.cli.main import main
 from holdfast.engine.net.web_server import OwnNames
-from holdfast.engine.records.file_tails import FileTail, read_log_end
-from holdfast.engine.records.ledger import LedgerDoubt, LedgerWriter, ledger_path
+from holdfast.engine.records.ledger import DoubtLine, LedgerWriter, ledger_path
+from holdfast.engine.records.run_tail import FileTail, read_log_end
 from holdfast.engine.records.time_lines import ProcessTimes, SpentLine, TimeUse
 from holdfast.reports.commands import dashboard_command
 from holdfast.reports.dashboard.feed import Client, Feed
@@ -231,7 +231,7 @@ def test_losses_that_were_withdrawn_are_forgotten(crashed: Path) -> None:
     assert series.newest() == (19, 19.5)
     assert not series.refresh()
     writer = LedgerWriter(ledger_path(crashed, 0, 1))
-    writer.doubt(LedgerDoubt(step=12, view=1, again=True))
+    writer.doubt(DoubtLine(step=12, view=1, again=True))
     writer.close()
     assert series.refresh()
     assert series.newest() == (11, 11.5)

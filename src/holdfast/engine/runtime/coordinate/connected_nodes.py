@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.engine.core.types import AgentId
 from holdfast.engine.net.channel import Channel
-from holdfast.engine.records.file_tails import read_log_end
+from holdfast.engine.records.run_tail import read_log_end
 from holdfast.engine.wire.messages import (
     DrainRequest,
     LabelRequest,

@@ -40,16 +40,16 @@ from holdfast.engine.host.lifetime import (
     die_with_parent,
     end_all_orphans,
     end_orphans,
+    sample_process,
 )
 from holdfast.engine.host.light import light_checks
-from holdfast.engine.host.procfs import sample_process
 from holdfast.engine.net.channel import Channel
 from holdfast.engine.net.descriptors import raise_limit
 from holdfast.engine.net.peer_listener import open_listener
 from holdfast.engine.net.secret import derive_peer_key, read_run_dir
 from holdfast.engine.net.standard_streams import RareLines, print_line
 from holdfast.engine.net.tls import PeerIdentity, client_of
-from holdfast.engine.records.file_tails import read_log_end
+from holdfast.engine.records.run_tail import read_log_end
 from holdfast.engine.records.time_lines import measure, write_clock
 from holdfast.engine.runtime.contact import ENDED_ALONE, Contact, contact_by
 from holdfast.engine.runtime.event_loops import DeadlineTimer, DiskLook
@@ -84,7 +84,7 @@ from holdfast.engine.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from holdfast.engine.state.memory.piece_reader import Mending
+    from holdfast.engine.state.memory.node_memory import Mending
 
 FROM_COORDINATOR = (
     *(Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest, StacksRequest, ClockReply),
@@ -152,7 +152,7 @@ class NodePieces:
 
     async def mend(self) -> None:
         """Verify pieces all the time, slowly, and mend damaged ones."""
-        from holdfast.engine.state.memory.piece_reader import Mending  # needs numpy
+        from holdfast.engine.state.memory.node_memory import Mending  # needs numpy
 
         rate = self._spec.checkpoints.scrub_rate * 1e6
         self._mending = Mending(self._memory, self._identity, self._spec.redundancy())

@@ -313,12 +313,7 @@ def _read_request(connection: socket.socket, descriptors: list[int]) -> dict[str
     (size,) = NUMBER.unpack(head)
     if not 0 < size <= REQUEST_BYTES_MAX:
         raise ValueError(f"a request of {size} bytes")
-    data = b""
-    while len(data) < size:
-        if not (more := connection.recv(size - len(data))):
-            raise OSError("the agent went in the middle of its request")
-        data += more
-    request: dict[str, Any] = json.loads(data)
+    request: dict[str, Any] = json.loads(_receive(connection, size))
     if len(request["places"]) + 1 != len(descriptors):
         raise ValueError("the descriptors do not fit the request")
     return request
@@ -333,13 +328,17 @@ def _differing_variables(ours: Mapping[str, str], theirs: Mapping[str, str]) -> 
 
 
 def _receive_number(connection: socket.socket) -> int:
-    data = b""
-    while len(data) < NUMBER.size:
-        if not (more := connection.recv(NUMBER.size - len(data))):
-            raise OSError("the fork server has gone")
-        data += more
-    number: int = NUMBER.unpack(data)[0]
+    number: int = NUMBER.unpack(_receive(connection, NUMBER.size))[0]
     return number
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (more := connection.recv(size - len(data))):
+            raise OSError("the other side has gone")
+        data += more
+    return data
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -386,6 +385,26 @@ class LocalProcess(subprocess.Popen[bytes]):
     def end_descriptor(self) -> int:
         """Return a descriptor that becomes readable once the process has ended; close it."""
         return os.pidfd_open(self.pid)
+
+
+async def start_process(
+    command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int]
+) -> LocalProcess | ForkedProcess:
+    """Start a module with its arguments: a fork, if there is a server that makes it. OSError."""
+    module, *arguments = command
+    if (path := os.environ.get(VARIABLE)) and module in ENTRIES:
+        forked = await asyncio.to_thread(fork, path, arguments, environment, pass_fds, module)
+        if forked is not None:
+            return forked
+    return LocalProcess(  # in the main thread, by whose end the process dies
+        [sys.executable, "-m", *command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
 
 
 async def wait_for_end(process: LocalProcess | ForkedProcess) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.engine.core.membership.liveness import ActivityMeter, ActivitySample
 from holdfast.engine.core.types import NO_VIEW, Incarnation, WorkerId
 from holdfast.engine.core.worker_status import WorkerStatus
-from holdfast.engine.host.procfs import session_cpu_s
+from holdfast.engine.host.lifetime import session_cpu_s
 from holdfast.engine.runtime.node import fork_server
 from holdfast.engine.runtime.node.gpu_shares import visible_gpus
 from holdfast.engine.runtime.node.group_member import heartbeat_file, modules_of

@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import IO
@@ -21,13 +19,14 @@ from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolic
 from holdfast.engine.core.servers import server_host as machine
 from holdfast.engine.core.table_places import RunningServer
 from holdfast.engine.core.types import Tick
-from holdfast.engine.host.procfs import sample_process
+from holdfast.engine.host.lifetime import sample_process
 from holdfast.engine.runtime.event_loops import DeadlineTimer
-from holdfast.engine.runtime.node import fork_server, service_process
+from holdfast.engine.runtime.node import service_process
 from holdfast.engine.runtime.node.fork_server import (
     ForkedProcess,
     LocalProcess,
     read_chunks,
+    start_process,
     wait_for_end,
     wait_until_readable,
 )
@@ -120,21 +119,7 @@ class ServerProcesses:
         try:
             environment = self._template.common_environment()
             environment[service_process.ADDRESS_FD] = str(write)
-            if path := os.environ.get(fork_server.VARIABLE):
-                forked = await asyncio.to_thread(
-                    fork_server.fork, path, [], environment, (write,), service_process.MODULE
-                )
-                if forked is not None:
-                    return forked, read
-            return LocalProcess(
-                [sys.executable, "-m", service_process.MODULE],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(write,),
-                start_new_session=True,
-            ), read
+            return await start_process([service_process.MODULE], environment, (write,)), read
         except BaseException:
             os.close(read)
             raise

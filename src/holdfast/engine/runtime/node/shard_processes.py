@@ -31,8 +31,12 @@ from holdfast.engine.core.errors import WireError, first_line
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.engine.core.membership.node_process import QUIT
-from holdfast.engine.host.lifetime import die_with_parent, end_lost, leave_ending_signals
-from holdfast.engine.host.procfs import sample_process
+from holdfast.engine.host.lifetime import (
+    die_with_parent,
+    end_lost,
+    leave_ending_signals,
+    sample_process,
+)
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.net.peer_listener import PeerListener

@@ -11,8 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,11 +30,12 @@ from holdfast.engine.host.kernel_log import OomKills
 from holdfast.engine.host.lifetime import end_orphans
 from holdfast.engine.net import secret
 from holdfast.engine.net.standard_streams import print_line
-from holdfast.engine.runtime.node import bootstrap, fork_server, group_member, group_store
+from holdfast.engine.runtime.node import bootstrap, group_member, group_store
 from holdfast.engine.runtime.node.fork_server import (
     ForkedProcess,
     LocalProcess,
     read_chunks,
+    start_process,
     wait_for_end,
 )
 from holdfast.engine.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gpus
@@ -309,21 +308,7 @@ class WorkerProcess:
         files = [descriptor for _, descriptor in self.memory]
         environment["HOLDFAST_MEMORY_FDS"] = " ".join(map(str, files))
         pass_fds = (*pass_fds, *files)
-        if (path := os.environ.get(fork_server.VARIABLE)) and command[0] in fork_server.ENTRIES:
-            forked = await asyncio.to_thread(
-                fork_server.fork, path, command[1:], environment, pass_fds, command[0]
-            )
-            if forked is not None:
-                return forked
-        return LocalProcess(  # in the main thread, by whose end the process dies
-            [sys.executable, "-m", *command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
+        return await start_process(command, environment, pass_fds)
 
     def send(self, message: object) -> None:
         if self._writer is not None and not self._writer.is_closing():

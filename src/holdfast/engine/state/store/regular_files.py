@@ -80,6 +80,16 @@ def read_whole_lines(path: str | os.PathLike[str], bytes_max: int) -> Iterator[b
                 file.seek(skip_hole(file.fileno(), file.tell()))
 
 
+def read_end(path: str | os.PathLike[str], bytes_max: int) -> list[bytes]:
+    """Return the last lines of a file, in `bytes_max` bytes. OSError.
+
+    The first one may lack its beginning, and the last one its end; it is empty if it does not.
+    """
+    with regular_stream(path) as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - bytes_max, 0))
+        return file.read(bytes_max).split(b"\n")
+
+
 def skip_hole(descriptor: int, at: int) -> int:
     """Return the next place with data in a file, from a place in it; its end if there are none.
 

@@ -68,15 +68,13 @@ class _Turn:
     writer: int
 
 
-class HoldfastWriter(StorageWriter):
-    """Saves one checkpoint. `store`: as for `holdfast ckpt`; `step`: or give a checkpoint_id."""
+class _OfStep:
+    """Is what writer and reader have in common: a store, and the step of one checkpoint."""
 
     def __init__(self, store: str, step: int | None = None, say: Say = lambda line: None) -> None:
         super().__init__()
         self._store = Checkpoints(open_storage(store, say), say)
         self._step = step
-        self._saving: list[Saving] = []  # on the coordinator: none or one
-        self._ranks = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -86,6 +84,16 @@ class HoldfastWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return os.fspath(checkpoint_id).isdecimal()
 
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+
+class HoldfastWriter(_OfStep, StorageWriter):
+    """Saves one checkpoint. `store`: as for `holdfast ckpt`; `step`: or give a checkpoint_id."""
+
+    _saving: tuple[Saving, ...] = ()  # on the coordinator: none or one
+    _ranks = 0
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._step is None:
             raise UserError("HoldfastWriter needs a step: HoldfastWriter(store, step=100)")
@@ -93,13 +101,10 @@ class HoldfastWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         return None
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         assert self._step is not None
         saving = self._store.begin(self._step)
-        self._saving, self._ranks = [saving], len(plans)
+        self._saving, self._ranks = (saving,), len(plans)
         turn = _Turn(step=self._step, token=saving.token, base=saving.base, writer=0)
         return [
             dataclasses.replace(plan, storage_data=dataclasses.replace(turn, writer=i))
@@ -122,7 +127,7 @@ class HoldfastWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         (saving,) = self._saving
-        self._saving = []
+        self._saving = ()
         try:
             data = memoryview(_encode(metadata))
             own = saving.write([Item(name=METADATA, data=data)], self._ranks)
@@ -133,24 +138,11 @@ class HoldfastWriter(StorageWriter):
             raise
 
 
-class HoldfastReader(StorageReader):
+class HoldfastReader(_OfStep, StorageReader):
     """Loads one checkpoint: the one of `step`, else the newest that can be read."""
 
-    def __init__(self, store: str, step: int | None = None, say: Say = lambda line: None) -> None:
-        super().__init__()
-        self._store = Checkpoints(open_storage(store, say), say)
-        self._step = step
-        self._manifest: list[Manifest] = []  # none or one
-        self._entries: dict[tuple[str, tuple[int, ...]], Entry] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._manifest = []
-        if checkpoint_id is not None:
-            self._step = _step_of(checkpoint_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return os.fspath(checkpoint_id).isdecimal()
+    _manifest: Manifest
+    _entries: dict[tuple[str, tuple[int, ...]], Entry]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         target = OneEntry(METADATA, METADATA_BYTES_MAX)
@@ -166,12 +158,8 @@ class HoldfastReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        manifest = self._store.manifest(metadata.storage_data["step"])
-        self._manifest = [manifest]
-        self._entries = {(e.name, e.offset): e for e in manifest.entries}
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        self._manifest = self._store.manifest(metadata.storage_data["step"])
+        self._entries = {(e.name, e.offset): e for e in self._manifest.entries}
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
@@ -185,7 +173,7 @@ class HoldfastReader(StorageReader):
         return done
 
     def _read(self, storage: Storage, plan: LoadPlan, planner: LoadPlanner) -> None:
-        (manifest,) = self._manifest
+        manifest = self._manifest
         direct: list[tuple[ReadItem, Entry, torch.Tensor]] = []
         for item in plan.items:
             entry = self._entry(item.storage_index)

@@ -24,9 +24,12 @@ from holdfast.engine.core.machine_errors import MachineError, Raised, judge_erro
 from holdfast.engine.host.host import advise_on_shared_memory
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.train.data.batch_tasks import (
+    WHOLE,
     Batch,
+    BatchPart,
     LoadOptions,
     LoadPlan,
+    Source,
     Task,
     TaskFeed,
     Tasks,
@@ -62,12 +65,15 @@ def _write_line(text: str) -> None:
     print_plain(f"holdfast: {text}", file=sys.stderr)
 
 
-class BatchSource:
+class BatchSource(Source):
     """Provides the batches of one dataset, for the virtual ranks that this worker hosts.
 
-    Use it from one thread, which must live as long as the source: the kernel kills data workers
-    when the thread that started them ends.
+    `part`: the part of each batch that is loaded; counts, digests and weights are those of the
+    whole task. Use it from one thread, which must live as long as the source: the kernel kills data
+    workers when the thread that started them ends.
     """
+
+    plan: LoadPlan
 
     def __init__(
         self,
@@ -77,16 +83,19 @@ class BatchSource:
         checks: Checks | None = None,
         quarantine: Quarantine | None = None,
         log: Callable[[str], None] = _write_line,
+        part: BatchPart = WHOLE,
     ) -> None:
         self.plan = plan
+        self.seed = part.seed(plan.seed)
+        self._part = part
         self.options = options or LoadOptions()
         self.stats = LoadStats()
         self._quarantine = quarantine
         self._log = log  # reports records that could be read only at another attempt
         self._advice = _Advice(log)
         reader = SampleReader(dataset, plan.length or 0, checks)
-        self._tasks = Tasks(reader, plan.seed, self.options.collate_fn)
-        self._feed = TaskFeed(plan, self._left_out_records)
+        self._tasks = Tasks(reader, self.seed, self.options.collate_fn)
+        self._feed = TaskFeed(self._keys, self._left_out_records)
         self._pipeline = Pipeline(self._tasks, self._feed, self.options)
         self._ready: dict[Task, Batch] = {}  # loaded ahead, still wanted, not yet asked for
         self._last: tuple[Task, Reading] | None = None  # the last batch handed out
@@ -178,6 +187,9 @@ class BatchSource:
         self._ready.clear()
         self._feed.forget(())
 
+    def _keys(self, task: Task) -> list[Any]:
+        return self._part.of(self.plan.keys(*task))
+
     def _left_out_records(self, vrank: int) -> frozenset[int]:
         return frozenset() if self._quarantine is None else self._quarantine.known_records(vrank)
 
@@ -192,7 +204,7 @@ class BatchSource:
         known = self._left_out_records(task[1])
         if not (known or reading.bad):
             return True
-        planned = np.array(self.plan.keys(*task), dtype=np.int64)
+        planned = np.array(self._keys(task), dtype=np.int64)
         used, met = replace_bad(planned, known | reading.bad.keys(), self.plan.length or 0)
         return tuple(used.tolist()) == reading.used and met >= reading.bad.keys() - known
 
@@ -293,7 +305,7 @@ class BatchSource:
     def _inline(self, task: Task) -> Batch:
         self.stats.inline += 1
         with limit_to_one_thread():
-            keys = self.plan.keys(*task)
+            keys = self._keys(task)
             batch, reading = self._tasks.load(task, keys, self._left_out_records(task[1]))
         if self.options.pin_memory and torch.cuda.is_available():
             return pin_memory.pin_memory(batch), reading

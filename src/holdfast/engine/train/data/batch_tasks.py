@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,8 @@ from holdfast.engine.train.data.datasets import (
     is_plain_collate,
 )
 from holdfast.engine.train.data.random_streams import enter_stream, stream_seed
+from holdfast.engine.train.data.read_plans import OrderPlan, StreamPlan
+from holdfast.engine.train.data.sampling import SamplePlan
 from holdfast.engine.train.data.verified_samples import Reading, SampleReader
 
 Task = tuple[int, int]  # (step, vrank)
@@ -73,6 +75,42 @@ class LoadPlan(Protocol):
     def epoch_of(self, step: int) -> tuple[int, int]: ...
 
 
+class Source:
+    """Provides the inputs that a worker's tasks compute with; here without anything to load ahead.
+
+    `plan`: maps tasks to samples. `seed`: of the random numbers that tasks draw.
+    """
+
+    plan: SamplePlan | OrderPlan | StreamPlan | LoadPlan
+    seed: int
+
+    def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None:
+        """Prepare for hosting these virtual ranks, for the steps from_step .. until-1."""
+
+    def batch(self, step: int, vrank: int) -> Any:
+        """Return the batch of a task, or None if the task has no samples."""
+        raise NotImplementedError
+
+    def load_again(self, step: int, vrank: int, *, in_data_worker: bool = False) -> Any:
+        """Load the batch of a task once more; `in_data_worker`: there, if there are any."""
+        return self.batch(step, vrank)
+
+    def usage_of(self, step: int, vrank: int) -> tuple[int, int]:
+        """Return the number and the digest of a task's samples, once its batch was handed out."""
+        raise NotImplementedError
+
+    def report_of(self, step: int, vrank: int) -> bytes:
+        """Return a task's report of bad records, after its batch was handed out."""
+        return b""
+
+    def scale(self, step: int, vrank: int) -> float | None:
+        """Return the weight of a task's mean in the step's; None if each sample counts alike."""
+        return None
+
+    def close(self) -> None:
+        """Free what was loaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPart:
     """Is one process's part of each batch: part `number` of `count`.
@@ -95,44 +133,6 @@ class BatchPart:
 
 
 WHOLE = BatchPart()
-
-
-@dataclass(frozen=True, slots=True)
-class PartOfPlan:
-    """Plans one part of each batch; counts, digests and weights are those of the whole task."""
-
-    whole: LoadPlan
-    part: BatchPart
-
-    @property
-    def seed(self) -> int:
-        """Return the seed of the random numbers that the part's tasks draw."""
-        return self.part.seed(self.whole.seed)
-
-    @property
-    def length(self) -> int | None:
-        """Return the length of the dataset; None if that does not matter."""
-        return self.whole.length
-
-    def keys(self, step: int, vrank: int) -> list[Any]:
-        """Return which samples the part reads."""
-        return self.part.of(self.whole.keys(step, vrank))
-
-    def task_samples(self, step: int, vrank: int) -> int:
-        """Return the number of samples of the whole task."""
-        return self.whole.task_samples(step, vrank)
-
-    def digest(self, step: int, vrank: int) -> int:
-        """Return the digest of the indices of the whole task's samples."""
-        return self.whole.digest(step, vrank)
-
-    def scale(self, step: int, vrank: int) -> float | None:
-        """Return the weight of a task's mean in the step's; None if each sample counts alike."""
-        return self.whole.scale(step, vrank)
-
-    def epoch_of(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step, and the step's number in it."""
-        return self.whole.epoch_of(step)
 
 
 class Tasks:
@@ -176,7 +176,9 @@ class TaskFeed:
     data workers running and their queue full, and needs no new iterator.
     """
 
-    def __init__(self, plan: LoadPlan, left_out: Callable[[int], frozenset[int]]) -> None:
+    def __init__(
+        self, keys: Callable[[Task], list[Any]], left_out: Callable[[int], frozenset[int]]
+    ) -> None:
         #: The first step that is not over.
         self.step = 0
         #: Loaded, being loaded, or handed out already.
@@ -184,7 +186,7 @@ class TaskFeed:
         self.sent: deque[Task | None] = deque()
         #: A task to load next, though it was loaded before.
         self.again: Task | None = None
-        self._plan = plan
+        self._keys = keys
         self._vranks: tuple[int, ...] = ()
         self._until = 0
         self._next: tuple[int, int] = (0, 0)  # step, position in _vranks
@@ -227,7 +229,7 @@ class TaskFeed:
     def __next__(self) -> Order | None:
         task = self.again or self.peek()
         self.again = None
-        keys = [] if task is None else self._plan.keys(*task)
+        keys = [] if task is None else self._keys(task)
         if task is not None:
             self.held.add(task)
         self.sent.append(task)

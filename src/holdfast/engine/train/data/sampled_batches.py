@@ -34,7 +34,7 @@ from torch.utils.data import (
 
 from holdfast.engine.core.errors import UserError, require
 from holdfast.engine.train.data.batch_loading import BatchSource
-from holdfast.engine.train.data.batch_tasks import WHOLE, BatchPart, LoadOptions, PartOfPlan
+from holdfast.engine.train.data.batch_tasks import WHOLE, BatchPart, LoadOptions
 from holdfast.engine.train.data.datasets import dataset_length
 from holdfast.engine.train.data.random_streams import key_apart, stream_seed
 from holdfast.engine.train.data.read_plans import OrderFacts, OrderPlan, OrderPosition, encode_facts
@@ -314,8 +314,7 @@ class SampledBatches(ReadData[OrderPlan]):
     def source(self, plan: OrderPlan) -> BatchSource:
         """Return the loader of the batches."""
         tasks = DrawnTasks(plan, self._orders, self.positions, self._now)
-        cut = tasks if self.part.count == 1 else PartOfPlan(tasks, self.part)
-        return BatchSource(self.dataset, cut, self.options)
+        return BatchSource(self.dataset, tasks, self.options, part=self.part)
 
     def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
         """Check that all workers have drawn the same order; returns its facts if it begins."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from holdfast.engine.core.errors import InvariantError
 from holdfast.engine.train.data.batch_loading import BatchSource
@@ -13,8 +13,7 @@ from holdfast.engine.train.data.batch_tasks import (
     WHOLE,
     BatchPart,
     LoadOptions,
-    LoadPlan,
-    PartOfPlan,
+    Source,
 )
 from holdfast.engine.train.data.quarantine import Quarantine
 from holdfast.engine.train.data.random_streams import stream_seed
@@ -34,35 +33,6 @@ SETTINGS = ("batch_size", "shuffle", "drop_last")  # the fields of a plan that c
 
 
 Plan = SamplePlan | OrderPlan | StreamPlan
-
-
-class Source(Protocol):
-    """Provides the inputs that a worker's tasks compute with."""
-
-    @property
-    def plan(self) -> Plan | LoadPlan: ...
-
-    def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None: ...
-
-    def batch(self, step: int, vrank: int) -> Any: ...
-
-    def load_again(self, step: int, vrank: int, *, in_data_worker: bool = False) -> Any:
-        """Load the batch of a task once more; `in_data_worker`: there, if there are any."""
-        ...
-
-    def usage_of(self, step: int, vrank: int) -> tuple[int, int]:
-        """Return the number and the digest of a task's samples, once its batch was handed out."""
-        ...
-
-    def report_of(self, step: int, vrank: int) -> bytes:
-        """Return a task's report of bad records, after its batch was handed out."""
-        ...
-
-    def scale(self, step: int, vrank: int) -> float | None:
-        """Return the weight of a task's mean in the step's; None if each sample counts alike."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class LoopData:
@@ -206,10 +176,8 @@ class Batches(LoopData):
 
     def source(self, plan: SamplePlan) -> BatchSource:
         """Return the loader of the batches."""
-        cut = plan if self.part.count == 1 else PartOfPlan(plan, self.part)
-        return BatchSource(
-            self.dataset, cut, self.options, self._checks, self.quarantine, self._log
-        )
+        how = self.options, self._checks, self.quarantine, self._log
+        return BatchSource(self.dataset, plan, *how, self.part)
 
     def samples(self, step: int) -> dict[str, str]:
         """Return digests of a few samples, chosen by the step; of none if each is verified."""
@@ -267,20 +235,15 @@ class NoDataset(LoopData):
         return _TaskSource(plan)
 
 
-class _TaskSource:
+class _TaskSource(Source):
     """Hands each task to the script unchanged."""
 
-    def __init__(self, plan: SamplePlan) -> None:
-        self.plan = plan
+    plan: SamplePlan
 
-    def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None:
-        """Load no batch ahead: the script makes its own."""
+    def __init__(self, plan: SamplePlan) -> None:
+        self.plan, self.seed = plan, plan.seed
 
     def batch(self, step: int, vrank: int) -> Task:
-        """Return the task."""
-        return Task(step=step, vrank=vrank)
-
-    def load_again(self, step: int, vrank: int, *, in_data_worker: bool = False) -> Task:
         """Return the task."""
         return Task(step=step, vrank=vrank)
 
@@ -288,13 +251,6 @@ class _TaskSource:
         """Return 1, since the task counts as one sample, and the task's digest."""
         return self.plan.task_samples(step, vrank), self.plan.digest(step, vrank)
 
-    def report_of(self, step: int, vrank: int) -> bytes:
-        """Return b"", since there are no records to report."""
-        return b""
-
     def scale(self, step: int, vrank: int) -> float:
         """Return the weight of a task's mean in the step's."""
         return 1 / self.plan.virtual_ranks
-
-    def close(self) -> None:
-        """Close the source, which has no resources."""

@@ -31,7 +31,7 @@ import torch.utils.data
 
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.train.checkpoint.state import keeps_state, to_plain
-from holdfast.engine.train.data.batch_tasks import WHOLE, BatchPart
+from holdfast.engine.train.data.batch_tasks import WHOLE, BatchPart, Source
 from holdfast.engine.train.data.random_streams import enter_stream, key_apart, limit_to_one_thread
 from holdfast.engine.train.data.read_plans import Position, StreamPlan
 from holdfast.engine.train.data.sources import ReadData
@@ -209,11 +209,17 @@ class _Shard:
     ahead: list[Any] | None = None
 
 
-class StreamSource:
-    """Provides the batches of one stream, for the virtual ranks that this worker hosts."""
+class StreamSource(Source):
+    """Provides the batches of one stream, for the virtual ranks that this worker hosts.
+
+    A stream is read only once, and if it cannot be read, the job ends. Samples are weighted after
+    the step, when all are counted.
+    """
+
+    plan: StreamPlan
 
     def __init__(self, stream: Stream, plan: StreamPlan) -> None:
-        self.plan = plan
+        self.plan, self.seed = plan, plan.seed
         self.stream = stream
         self._shards: dict[int, _Shard] = {}
         self._step = -1
@@ -241,22 +247,10 @@ class StreamSource:
         with limit_to_one_thread():
             return self.stream.collate(part.of(samples))
 
-    def load_again(self, step: int, vrank: int, *, in_data_worker: bool = False) -> Any:
-        """Return the batch of a task, collated once more: a stream is read only once."""
-        return self.batch(step, vrank)
-
     def usage_of(self, step: int, vrank: int) -> tuple[int, int]:
         """Return the number of samples that the task has used, and their digest."""
         samples, digest = self._used[vrank]
         return len(samples), digest
-
-    def report_of(self, step: int, vrank: int) -> bytes:
-        """Return no bytes: an unreadable stream ends the job, so there are no records to report."""
-        return b""
-
-    def scale(self, step: int, vrank: int) -> float | None:
-        """Return None, because samples are weighted after the step, when all are counted."""
-        return None
 
     def close(self) -> None:
         """Close all shards."""

@@ -171,19 +171,43 @@ class _StagedPending:
             self._rooms.give_back([room for _, _, room in received], done)
 
 
-class StagedTransport:
-    """Implements `Transport` for device and host tensors over one for host tensors."""
+class OverHost:
+    """Is the part of a transport for which it uses the host's: only that knows who is lost."""
 
-    ordered = False
-
-    def __init__(self, host: Transport, rooms: HostRooms) -> None:
+    def __init__(self, host: Transport) -> None:
         self._host = host
-        self._rooms = rooms
 
     def open(
         self, rank: int, size: int, rendezvous: Rendezvous, peers: Collection[int] | None = None
     ) -> None:
         self._host.open(rank, size, rendezvous, peers)
+
+    def listen(
+        self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
+    ) -> None:
+        self._host.listen(tag, size, hear, always=always)
+
+    def go_on(self) -> None:
+        self._host.go_on()
+
+    def lost_ranks(self) -> Sequence[int]:
+        return self._host.lost_ranks()
+
+    def abort(self) -> None:
+        self._host.abort()
+
+    def close(self) -> None:
+        self._host.close()
+
+
+class StagedTransport(OverHost):
+    """Implements `Transport` for device and host tensors over one for host tensors."""
+
+    ordered = False
+
+    def __init__(self, host: Transport, rooms: HostRooms) -> None:
+        super().__init__(host)
+        self._rooms = rooms
 
     def exchange(
         self,
@@ -222,23 +246,6 @@ class StagedTransport:
         pending = _StagedPending(inner, self._rooms, sent)
         pending.received, pending.after = received, after
         return pending
-
-    def listen(
-        self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
-    ) -> None:
-        self._host.listen(tag, size, hear, always=always)
-
-    def go_on(self) -> None:
-        self._host.go_on()
-
-    def lost_ranks(self) -> Sequence[int]:
-        return self._host.lost_ranks()
-
-    def abort(self) -> None:
-        self._host.abort()
-
-    def close(self) -> None:
-        self._host.close()
 
 
 def _view_as(tensor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
@@ -314,14 +321,14 @@ class _NcclPending:
             raise Aborted("the view was given up")
 
 
-class NcclTransport:
+class NcclTransport(OverHost):
     """Implements `Transport` for one view: an NCCL communicator, and `host` for host tensors."""
 
     ordered = True
 
     def __init__(self, host: Transport, cuda: torch.device) -> None:
+        super().__init__(host)
         self._cuda = cuda
-        self._host = host
         self._group: dist.ProcessGroupNCCL | None = None
         self._stream: torch.cuda.Stream | None = None
         self.aborted = False
@@ -329,7 +336,7 @@ class NcclTransport:
     def open(
         self, rank: int, size: int, rendezvous: Rendezvous, peers: Collection[int] | None = None
     ) -> None:
-        self._host.open(rank, size, rendezvous, peers)
+        super().open(rank, size, rendezvous, peers)
         self.connect(rank, size)
 
     def connect(self, rank: int, size: int) -> None:
@@ -358,17 +365,6 @@ class NcclTransport:
         if host is not None and not (device_sends or device_receives):
             return host
         return _NcclPending(self._exchange_on_device(device_sends, device_receives), self, host)
-
-    def listen(
-        self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
-    ) -> None:
-        self._host.listen(tag, size, hear, always=always)
-
-    def go_on(self) -> None:
-        self._host.go_on()
-
-    def lost_ranks(self) -> Sequence[int]:
-        return self._host.lost_ranks()  # NCCL itself does not know
 
     def abort(self) -> None:
         self.aborted = True
@@ -409,7 +405,7 @@ class NcclTransport:
         return done
 
 
-class GpuTransport:
+class GpuTransport(OverHost):
     """Implements `Transport` for one view: by NCCL where possible, else through the host.
 
     `gpu_id`: an id that no other GPU has, or NO_NCCL. `ordered` is known once it is open.
@@ -418,7 +414,7 @@ class GpuTransport:
     def __init__(
         self, host: Transport, device: torch.device, rooms: HostRooms, gpu_id: bytes
     ) -> None:
-        self._host = host
+        super().__init__(host)
         self._device = device
         self._rooms = rooms
         self._gpu_id = gpu_id
@@ -453,17 +449,6 @@ class GpuTransport:
         if self._over is None:
             raise Aborted("the view was given up")
         return self._over.exchange(sends, receives, tag, sent_us)
-
-    def listen(
-        self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
-    ) -> None:
-        self._host.listen(tag, size, hear, always=always)
-
-    def go_on(self) -> None:
-        self._host.go_on()
-
-    def lost_ranks(self) -> Sequence[int]:
-        return self._host.lost_ranks()
 
     def abort(self) -> None:
         with self._lock:

@@ -11,7 +11,6 @@ import socket
 import ssl
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from holdfast.engine.net import peer_stream
 
@@ -33,38 +32,11 @@ PROBE_S = 1  # between probes of an idle connection
 PROBES_MAX = 100
 
 
-class Wire(Protocol):
-    """Sends and receives bytes for one pair of members."""
-
-    #: The connection to send by, and the one to receive by; they may be the same.
-    sends: socket.socket
-    receives: socket.socket
-
-    @property
-    def channels(self) -> Sequence[socket.socket]:
-        """Return the connections, to ask the kernel about them."""
-        ...
-
-    def send(self, parts: Sequence[Part]) -> int:
-        """Hand bytes to the kernel, as many as it takes now; return their number.
-
-        The unsent rest must come first in the next call. OSError.
-        """
-        ...
-
-    def receive(self, place: memoryview) -> int | None:
-        """Receive the bytes that have arrived, up to `place`; None: none. 0: the end. OSError."""
-        ...
-
-    def shut(self) -> None:
-        """End it on both sides. Never blocks."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class PlainWire:
-    """Implements `Wire` by one TCP connection."""
+    """Sends and receives bytes for one pair of members by one TCP connection.
+
+    `sends`, `receives`: the connection to send by, and the one to receive by.
+    """
 
     def __init__(self, channel: socket.socket) -> None:
         channel.setblocking(False)
@@ -72,18 +44,24 @@ class PlainWire:
         self.channels = (channel,)
 
     def send(self, parts: Sequence[Part]) -> int:
+        """Hand bytes to the kernel, as many as it takes now; return their number.
+
+        The unsent rest must come first in the next call. OSError.
+        """
         try:
             return self.sends.sendmsg(parts[:PARTS_MAX])
         except BlockingIOError:
             return 0
 
     def receive(self, place: memoryview) -> int | None:
+        """Receive the bytes that have arrived, up to `place`; None: none. 0: the end. OSError."""
         try:
             return self.receives.recv_into(place)
         except BlockingIOError:
             return None
 
     def shut(self) -> None:
+        """End it on both sides. Never blocks."""
         peer_stream.shut(self.sends)
 
     def close(self) -> None:
@@ -91,7 +69,7 @@ class PlainWire:
 
 
 class TlsWire:
-    """Implements `Wire` by two encrypted connections, one to send by and one to receive by."""
+    """Does the same by two encrypted connections, one to send by and one to receive by."""
 
     def __init__(self, sends: socket.socket, receives: socket.socket) -> None:
         for channel in (sends, receives):
@@ -123,6 +101,9 @@ class TlsWire:
     def close(self) -> None:
         for channel in self.channels:
             channel.close()
+
+
+Wire = PlainWire | TlsWire
 
 
 def _chunks(parts: Sequence[Part]) -> Iterator[Part]:

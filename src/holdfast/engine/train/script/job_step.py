@@ -22,11 +22,11 @@ from holdfast.engine.core.errors import UserError, WorldError, first_line
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground.events import Purpose, StepKind
 from holdfast.engine.core.step.audit import FICKLE, RUNS_DISPUTED, Sketch
+from holdfast.engine.train.data.batch_tasks import Source
 from holdfast.engine.train.data.random_streams import enter_stream
 from holdfast.engine.train.data.read_plans import OrderPlan
 from holdfast.engine.train.data.sample_digest import fingerprint_content
 from holdfast.engine.train.data.sampling import SamplePlan
-from holdfast.engine.train.data.sources import Source
 from holdfast.engine.train.data.streams import StreamSource
 from holdfast.engine.train.script.repeated_tasks import (
     RUN_ELSEWHERE,
@@ -41,7 +41,7 @@ from holdfast.engine.train.script.script_thread import (
     ScriptThread,
 )
 from holdfast.engine.train.script.step_runner import StepRunner
-from holdfast.engine.train.step.speculative import FinishedTask
+from holdfast.engine.train.step.step_data import FinishedTask
 from holdfast.engine.train.step.step_table import LEFT_OUT, UNWEIGHTED
 from holdfast.engine.train.step.values import NOTHING, GatheredValues, TaskReport, pack
 
@@ -351,7 +351,7 @@ class Step:
         found = OpenTask(vrank, count)
         if count:
             purpose = f"model {self._rounds}" if self._rounds else "model"
-            enter_stream(source.plan.seed, self.index, vrank, purpose)
+            enter_stream(source.seed, self.index, vrank, purpose)
             self._open = found
             rank_states = self._steps.progress.rank_states
             rank_states.begin_task(vrank)

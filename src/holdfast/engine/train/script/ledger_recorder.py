@@ -12,17 +12,20 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.engine.core import tree
+from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.ground.events import EventNoted, RoomSeen
 from holdfast.engine.core.membership.event_log import ROOM
 from holdfast.engine.core.step.backup import DropTally
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.records.ledger import (
-    LedgerDoubt,
+    DoubtLine,
+    HeaderLine,
     LedgerEntry,
-    LedgerHeader,
     LedgerWriter,
     Place,
     StepDigests,
@@ -34,10 +37,72 @@ from holdfast.engine.train.data.quarantine import Bad, Quarantine
 from holdfast.engine.train.data.sampling import SamplePlan
 from holdfast.engine.train.data.sources import Plan
 from holdfast.engine.train.script.environment import WorkerEnvironment
-from holdfast.engine.train.script.step_mean import StepMean
 from holdfast.engine.train.step.driver import Driver, ScriptOrder
-from holdfast.engine.train.step.step_table import StepTable
+from holdfast.engine.train.step.step_table import LEFT_OUT, UNWEIGHTED, StepTable
 from holdfast.engine.wire.job_document import COORDINATOR_FILE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMean:
+    """Keeps a step's loss, and the factors of its gradient.
+
+    `scale`: multiplies the sum. `weight`: divides it; 0 if no batch of the step counts. `left_out`:
+    the virtual ranks whose batches were left out.
+    """
+
+    loss: float
+    scale: float = 1.0
+    weight: float = 1.0
+    left_out: Collection[int] = ()
+
+
+def find_mean(
+    plan: Plan,
+    index: int,
+    counts: Sequence[int],
+    weights: Sequence[float],
+    losses: Sequence[float],
+) -> StepMean:
+    """Return the mean of a script's step; the sequences have an item for each virtual rank.
+
+    Without weights the gradient is the mean over the step's samples, with weights the sum divided
+    by their total. A batch that the script has left out has no part in either.
+
+    Raises UserError if only some of the batches were given a weight.
+    """
+    rows = list(zip(counts, weights, strict=True))
+    if any(UNWEIGHTED < weight < 0 or LEFT_OUT < weight < UNWEIGHTED for weight in weights):
+        raise UserError(
+            f"in step {index} some processes of a worker left out a batch, or gave it a weight, "
+            "and others did not: let them decide alike"
+        )
+    kept = [(count, weight) for count, weight in rows if count and weight != LEFT_OUT]
+    left_out = frozenset(
+        vrank for vrank, (count, weight) in enumerate(rows) if count and weight in (LEFT_OUT, 0.0)
+    )
+    if all(weight >= 0 for _, weight in kept):
+        total = _total([max(weight, 0.0) for weight in weights])
+        if not total > 0:
+            return StepMean(loss=math.nan, weight=0.0, left_out=left_out)
+        return StepMean(loss=_total(losses) / total, weight=total, left_out=left_out)
+    if any(weight >= 0 for _, weight in kept):
+        raise UserError(
+            f"some batches of step {index} were given a weight and others not: give "
+            "step.backward a weight in every batch, or in none"
+        )
+    assert isinstance(plan, SamplePlan), "other losses are weighted"
+    # 1 unless samples were dropped or left out
+    scale = plan.step_samples(index) / sum(count for count, _ in kept)
+    shares = zip(losses, plan.all_weights(index), strict=True)
+    loss = _total([loss * share for loss, share in shares]) / plan.virtual_ranks * scale
+    return StepMean(loss=loss, scale=scale, left_out=left_out)
+
+
+def _total(values: Sequence[float]) -> float:
+    """Add up values in the canonical order."""
+    leaves = {(vrank, 1): value for vrank, value in enumerate(values)}
+    return tree.fold(leaves, len(values), lambda a, b: a + b)
+
 
 AGAIN_S = 1.0  # between two tries to write
 EMPTY = (
@@ -58,7 +123,7 @@ class PatientLedger:
         self._lock = threading.Lock()
         self._full_since: float | None = None
 
-    def begin(self, header: LedgerHeader) -> None:
+    def begin(self, header: HeaderLine) -> None:
         """Write the header of the entries that follow. WorldError."""
         self._write(lambda: self._writer.begin(header))
 
@@ -66,7 +131,7 @@ class PatientLedger:
         """Write an entry. WorldError."""
         self._write(lambda: self._writer.append(entry))
 
-    def doubt(self, doubt: LedgerDoubt) -> None:
+    def doubt(self, doubt: DoubtLine) -> None:
         """Write a doubt. WorldError."""
         self._write(lambda: self._writer.doubt(doubt))
 
@@ -180,7 +245,7 @@ class LedgerRecorder:
     def doubt(self, step: int, view: int, again: bool) -> None:
         """Record that steps from this one on, committed up to `view`, may be wrong."""
         if self._ledger is not None:
-            self._ledger.doubt(LedgerDoubt(step=step, view=view, again=again))
+            self._ledger.doubt(DoubtLine(step=step, view=view, again=again))
 
     def rest(self, next_order: Callable[[float], ScriptOrder | None]) -> ScriptOrder:
         """Return the script's next order at a boundary; lines that wait for room are written.
@@ -244,9 +309,9 @@ class LedgerRecorder:
         path = ledger_path(me.run_dir, me.worker, me.incarnation)
         return PatientLedger(path, self._driver, me.spec.nodes.abandon_s)
 
-    def _header(self) -> LedgerHeader:
+    def _header(self) -> HeaderLine:
         me = self._environment
-        return LedgerHeader(
+        return HeaderLine(
             seed=self._seed,
             virtual_ranks=me.spec.virtual_ranks,
             plan=self._plan.to_dict(),
@@ -254,7 +319,7 @@ class LedgerRecorder:
             incarnation=me.incarnation,
             backup=me.spec.stragglers.backup,
             dataset=0 if self._quarantine is None else self._quarantine.number,
-            quarantined=() if self._quarantine is None else sorted(self._quarantine.records),
+            quarantined=tuple(sorted(self._quarantine.records)) if self._quarantine else (),
             digest_steps=me.spec.silent_errors.digest_steps,
         )
 

@@ -22,10 +22,11 @@ from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.ground.events import StepKind
 from holdfast.engine.train.checkpoint.local_tensors import check_split
 from holdfast.engine.train.checkpoint.state import to_plain
+from holdfast.engine.train.data.batch_tasks import Source
 from holdfast.engine.train.data.datasets import load_samples
 from holdfast.engine.train.data.random_streams import enter_stream
 from holdfast.engine.train.data.sample_digest import Facts, describe_data, find_difference
-from holdfast.engine.train.data.sources import LoopData, NoDataset, Source
+from holdfast.engine.train.data.sources import LoopData, NoDataset
 from holdfast.engine.train.script.job_step import Epoch, EpochWalk, Step, end_step, is_begun
 from holdfast.engine.train.script.script_thread import (
     EndsAtStep,

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.ground import effects as ef
@@ -37,26 +36,6 @@ STATE_OF_EARLIER_LINE = (
 )
 
 
-class LoopEnd(Protocol):
-    """Decides when a loop is over. `step`: the script's next step."""
-
-    def is_over(self, step: int) -> bool: ...
-
-    def is_last(self, step: int) -> bool: ...
-
-    def loads_until(self, step: int) -> int:
-        """Return the step up to which batches may be loaded ahead."""
-        ...
-
-    def count_left(self, step: int) -> int:
-        """Return the number of steps of the loop from this one on."""
-        ...
-
-    def place(self, step: int) -> tuple[int, int] | None:
-        """Return (epoch, step within it); None: the data's plan decides."""
-        ...
-
-
 class EndsAtStep:
     """Ends a loop before step number `until`."""
 
@@ -72,7 +51,7 @@ class EndsAtStep:
         return step == self._until - 1
 
     def loads_until(self, step: int) -> int:
-        """Return the loop's end."""
+        """Return the step up to which batches may be loaded ahead: the loop's end."""
         return self._until
 
     def count_left(self, step: int) -> int:
@@ -148,6 +127,9 @@ class EndsWithEpoch:
 
     def _length(self, epoch: int) -> int:
         return self._data.epoch_steps(epoch) if self._steps is None else self._steps
+
+
+LoopEnd = EndsAtStep | EndsWithEpoch  # decides when a loop is over
 
 
 class EpochStart:

@@ -21,23 +21,22 @@ from holdfast.engine.core.ground.events import Digest, Purpose, StepKind
 from holdfast.engine.core.step.audit import FICKLE, SUBSTITUTED, Sketch
 from holdfast.engine.records.ledger import Place, StepDigests, Uses
 from holdfast.engine.records.time_lines import TimeUse
+from holdfast.engine.train.data.batch_tasks import Source
 from holdfast.engine.train.data.quarantine import reason_to_stop
 from holdfast.engine.train.data.random_streams import enter_stream
 from holdfast.engine.train.data.sampling import SamplePlan
-from holdfast.engine.train.data.sources import LoopData, Plan, Source
-from holdfast.engine.train.script.ledger_recorder import LedgerRecorder
+from holdfast.engine.train.data.sources import LoopData, Plan
+from holdfast.engine.train.script.ledger_recorder import LedgerRecorder, StepMean, find_mean
 from holdfast.engine.train.script.script_guard import ScriptGuard
 from holdfast.engine.train.script.script_source import join_names, name_line
 from holdfast.engine.train.script.script_state import ScriptState
-from holdfast.engine.train.script.step_mean import StepMean, find_mean
 from holdfast.engine.train.script.task_effects import TaskFiles
 from holdfast.engine.train.shards.inner_group import InnerGroup
 from holdfast.engine.train.step.driver import LEFT_WRONG, Driver
 from holdfast.engine.train.step.mover import StateMover
 from holdfast.engine.train.step.probe import current
 from holdfast.engine.train.step.reduction import Act
-from holdfast.engine.train.step.speculative import FinishedTask
-from holdfast.engine.train.step.step_data import StepData
+from holdfast.engine.train.step.step_data import FinishedTask, StepData
 from holdfast.engine.train.step.step_table import TaskHost
 from holdfast.engine.train.step.trained import SHOWN
 from holdfast.engine.train.step.values import PROPOSAL, TaskReport, read_report

@@ -28,10 +28,8 @@ from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
 from holdfast.engine.train.checkpoint.transfer import StatePart, parts_of
 from holdfast.engine.train.exchange.tensor_bytes import memory_of, room
-from holdfast.engine.train.state import feed_frames
-from holdfast.engine.train.state.feed_frames import FeedHead
-from holdfast.engine.train.state.step_image import StepImage, put_images
-from holdfast.engine.train.state.step_memory import StepMemory
+from holdfast.engine.train.state.feeder import MAGIC, FeedHead, read_head, read_into
+from holdfast.engine.train.state.step_image import StepImage, StepMemory, put_images
 from holdfast.engine.train.step.mover import Events, StateSource, ViewConnections
 from holdfast.engine.train.step.step_data import StepData
 
@@ -96,7 +94,7 @@ class FedReceiver(StateSource):
 
     def listen(self, host: str) -> str:
         """Begin to listen; return the address. OSError."""
-        address, _ = serve(host, self._identity, feed_frames.MAGIC, self._serve)
+        address, _ = serve(host, self._identity, MAGIC, self._serve)
         return address
 
     # ------------------------------------------------------------ what the machine decides
@@ -194,12 +192,12 @@ class FedReceiver(StateSource):
 
     def _read(self, channel: socket.socket, feed: _Feed, rank: int) -> None:
         """Read all messages from one member. OSError, WireError."""
-        head = feed_frames.read_head(channel)
+        head = read_head(channel)
         if head.kind != "state":
             raise WireError(f"a member began with {head.kind!r}")
         if rank == 0:
             skeleton = room(head.buffers[0][0])
-            feed_frames.read_into(channel, memory_of(skeleton), head.buffers[0])
+            read_into(channel, memory_of(skeleton), head.buffers[0])
             self._begin(feed, head.step, skeleton.numpy().tobytes())
         with self._lock:
             while feed.tensors is None:
@@ -210,13 +208,13 @@ class FedReceiver(StateSource):
         if feed.step != head.step:
             raise WireError(f"members have copied steps {feed.step} and {head.step}")
         parts = feed.parts()
-        while (head := feed_frames.read_head(channel)).kind != "end":
+        while (head := read_head(channel)).kind != "end":
             if head.kind == "part":
                 part = parts[head.index]
                 if part.share != rank:
                     raise WireError(f"rank {rank} sends a part of rank {part.share}")
                 place = memory_of(tensors[part.tensor])[part.start : part.stop]
-                feed_frames.read_into(channel, place, head.buffers[0])
+                read_into(channel, place, head.buffers[0])
                 self._record_part(feed, rank, None)
             else:
                 self._record_part(feed, rank, (head, self._buffers(channel, head)))
@@ -234,7 +232,7 @@ class FedReceiver(StateSource):
         _check_room(sum(count for count, _ in head.buffers))
         found = [self._memory.block(count) for count, _ in head.buffers]
         for buffer, named in zip(found, head.buffers, strict=True):
-            feed_frames.read_into(channel, memory_of(buffer), named)
+            read_into(channel, memory_of(buffer), named)
         return found
 
     def _record_part(self, feed: _Feed, rank: int, told: Told | None) -> None:

@@ -1,6 +1,8 @@
 """Feeds workers that follow: a copy of this member's share of the state, then step after step.
 
-Each follower has a thread of its own, so that training waits for none.
+Each follower has a thread and a TCP connection of its own, so that training waits for none. Both
+sides first prove that they are of the job (net/peer_stream.py). Then messages go one way: a head in
+MessagePack, and buffers whose digests are in it. They are never executed or unpickled.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
+import xxhash
 
 from holdfast.engine.core.errors import WireError, first_line
 from holdfast.engine.core.ground import effects as ef
@@ -22,20 +26,76 @@ from holdfast.engine.core.replica.feeding import count_feeders
 from holdfast.engine.core.types import NO_VIEW, WorkerId
 from holdfast.engine.core.views import Follower, FollowOrder, View
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_stream import SendRate
+from holdfast.engine.net.peer_stream import UNLIMITED, SendRate
 from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.free_memory import free_bytes
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.transfer import parts_of
 from holdfast.engine.train.exchange.layout import piece_of
 from holdfast.engine.train.exchange.tensor_bytes import memory_of
-from holdfast.engine.train.state import feed_frames
-from holdfast.engine.train.state.feed_frames import FeedHead
 from holdfast.engine.train.state.share import StagedState
-from holdfast.engine.train.state.step_image import StepImage
-from holdfast.engine.train.state.step_memory import StepMemory
+from holdfast.engine.train.state.step_image import StepImage, StepMemory
 from holdfast.engine.train.step.mover import Events, StateSink, ViewConnections
 from holdfast.engine.train.step.step_data import StepData
+
+MAGIC = b"hfeed\0\0\1"
+HEAD_BYTES_MAX = 1 << 20
+
+
+class FeedHead(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes the message that follows. `buffers`: bytes and digest of each.
+
+    `kind`: "state" (first, with the skeleton from rank 0), "part" (of the state), "step" or "end".
+    `step`: the step of the state, or of the gradient. `index`: the number of the part. `plan`: 63
+    bits that stand for the summed parameters. `tables`: for each, the number of rows sent, and
+    whether these are all of its rows. `compared`: the members know that they have copied the same
+    state.
+    """
+
+    kind: str
+    step: int = 0
+    index: int = 0
+    plan: int = 0
+    tables: tuple[tuple[int, bool], ...] = ()
+    compared: bool = False
+    buffers: tuple[tuple[int, bytes], ...] = ()
+
+
+def connect_follower(
+    address: str, identity: PeerIdentity, number: int, rank: int, size: int
+) -> socket.socket:
+    """Connect to a follower as rank `rank` of `size` that feed by an order. OSError, WireError."""
+    return peer_stream.connect(address, identity, MAGIC, (number, rank, size))
+
+
+def send_message(
+    channel: socket.socket,
+    head: FeedHead,
+    buffers: Sequence[memoryview],
+    rate: SendRate = UNLIMITED,
+    digest: bytes = b"",
+) -> None:
+    """Send one message. `digest`: the digest of its only buffer, if known. OSError."""
+    named = tuple((len(each), digest or xxhash.xxh3_128_digest(each)) for each in buffers)
+    peer_stream.send_message(channel, msgspec.structs.replace(head, buffers=named))
+    for each in buffers:
+        rate.send(channel, each)
+
+
+def read_head(channel: socket.socket) -> FeedHead:
+    """Read the head of the next message. OSError, WireError."""
+    return peer_stream.receive_message(channel, FeedHead, HEAD_BYTES_MAX)
+
+
+def read_into(channel: socket.socket, place: memoryview, named: tuple[int, bytes]) -> None:
+    """Read a buffer to where it belongs, and check it. OSError, WireError."""
+    count, digest = named
+    if count != len(place):
+        raise WireError(f"a follower was sent {count} bytes where {len(place)} belong")
+    peer_stream.fill(channel, place)
+    if xxhash.xxh3_128_digest(place) != digest:
+        raise WireError("what a follower was sent has arrived damaged")
+
 
 StateParts = list[tuple[int, memoryview]]  # numbers of parts, and their bytes
 MARGIN = 0.9  # part of the free memory that copies and steps may take
@@ -99,7 +159,7 @@ class Feeder(StateSink):
         budget = max(int((free - needed) * MARGIN / 2), 1 << 20)
         for follower in order.followers if feeds else ():
             who = order.number, self._rank, self._feeders
-            connect = partial(feed_frames.connect, follower.address, self._identity, *who)
+            connect = partial(connect_follower, follower.address, self._identity, *who)
             sender = _Sender(follower, budget, connect, self._staged, self._reuse_memory)
             sender.put(_Message(head, first))
             self._senders.append(sender)
@@ -265,15 +325,15 @@ class _Sender:
             for number, data in parts:  # each as soon as it is copied
                 self._staged.await_part(number)
                 head = FeedHead(kind="part", index=number)
-                feed_frames.send(channel, head, [data], rate, self._staged.digest(number))
+                send_message(channel, head, [data], rate, self._staged.digest(number))
             parts.clear()
             while (message := self._queue.get()) is not None:
                 self._send(channel, message)
-            feed_frames.send(channel, FeedHead(kind="end"), [])
+            send_message(channel, FeedHead(kind="end"), [])
 
     def _send(self, channel: socket.socket, message: _Message | None) -> None:
         if message is not None:
-            feed_frames.send(channel, message.head, message.buffers)
+            send_message(channel, message.head, message.buffers)
             with self._lock:
                 self._waiting -= sum(map(len, message.buffers))
             self._sent(message)

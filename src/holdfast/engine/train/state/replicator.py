@@ -2,7 +2,8 @@
 
 Tensors that may change while the next step computes are copied at the boundary. Parameters and the
 optimizer's state are read while it computes, and `wait_before_update` waits for that. The pieces of
-a reduced gradient are written before the worker votes for its step.
+a reduced gradient are written before the worker votes for its step. When no worker has the state
+any more, it is made again from such pieces.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.engine.core.errors import UserError, WorldError, first_line
+from holdfast.engine.core.errors import Damaged, UserError, WorldError, first_line
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.events import SinkKind
-from holdfast.engine.core.redundancy import Piece, Redundancy
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
+from holdfast.engine.core.redundancy import Piece, Recall, Redundancy
 from holdfast.engine.core.replica.replicating import parts_of, pieces_of
-from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.types import Peer, WorkerId
 from holdfast.engine.core.views import View
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import GRADIENT, STATE, PieceArena, PieceEntry, PieceShelf
-from holdfast.engine.state.memory.piece_post import Parcel, PiecePost
-from holdfast.engine.state.memory.pieces import Image, PieceCoder
+from holdfast.engine.state.memory.node_memory import PieceReader
+from holdfast.engine.state.memory.pieces import Image, Parcel, PieceCoder, PiecePost
 from holdfast.engine.train.checkpoint import state
+from holdfast.engine.train.checkpoint.loaded_state import LoadedState
 from holdfast.engine.train.checkpoint.state import Capture, Extent, Wanted
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
 from holdfast.engine.train.state.gpu_pieces import DeviceImage, TensorCode
 from holdfast.engine.train.state.share import StateShare, Steady
-from holdfast.engine.train.state.step_image import StepImage
-from holdfast.engine.train.step.mover import Events, StateSink, ViewConnections
+from holdfast.engine.train.state.step_image import StepImage, put_images
+from holdfast.engine.train.step.mover import Events, StateSink, StateSource, ViewConnections
 from holdfast.engine.train.step.step_data import StepData
 
 # They show a lack of memory, on the host or on a GPU, or a node that does not take its pieces.
@@ -336,3 +339,101 @@ def buffers_of_state(image: memoryview) -> tuple[bytes, Sequence[torch.Tensor]]:
         at += size
         tensors.append(tensor)
     return skeleton, tensors
+
+
+PAUSE_S = 1.0  # time for nodes to report damaged pieces to the coordinator
+
+
+class Recalling(StateSource):
+    """Recalls the state that a view names, for the shard of process `me`.
+
+    `identity`: of this process. `loading` is called once all of the state is here. `tell` posts an
+    event.
+    """
+
+    def __init__(
+        self,
+        me: Peer,
+        data: StepData,
+        loaded: LoadedState,
+        identity: PeerIdentity,
+        redundancy: Redundancy,
+        loading: Callable[[], None],
+        tell: Callable[[ev.WorkerEvent], None],
+    ) -> None:
+        self._me = me
+        self._data = data
+        self._loaded = loaded
+        self._identity = identity
+        self._redundancy = redundancy
+        self._loading = loading
+        self._tell = tell
+        self._reader: tuple[int, PieceReader] | None = None  # the view's number, and its reader
+        self._began = 0.0
+
+    def load_state(self, order: ef.ObtainState, at: ViewConnections | None) -> Events:
+        """Load the state from which a view begins. StateMismatch if the script cannot take it."""
+        assert at is not None, "a state is recalled in a view"
+        view, recall = at.view, self._recall_of(at.view)
+        try:
+            image = self._reader_for(view, recall).read(STATE, recall.view, recall.base)
+            skeleton, tensors = buffers_of_state(image)
+        except (WorldError, MemoryError, struct.error, RuntimeError, ValueError) as error:
+            return self._make_failure(view, f"the state after {recall.base} steps", error)
+        self._loading()
+        self._loaded.load(skeleton, list(tensors))
+        if not recall.sources:
+            self._finish(view, recall)
+        return (ev.StateObtained(SourceKind.MEMORY, view.number),)
+
+    def take_step(self, order: ef.ObtainStep, at: ViewConnections | None) -> Events:
+        """Put the gradient of a step where the script finds it."""
+        assert at is not None, "a step is recalled in a view"
+        view, step, recall = at.view, order.step, self._recall_of(at.view)
+        source = next(each for each in recall.sources if each.first <= step < each.end)
+        try:
+            image = self._reader_for(view, recall).read(GRADIENT, source.view, step)
+            put_images(self._data, [StepImage.decode(image)])
+        except (WorldError, MemoryError) as error:
+            return self._make_failure(view, f"the gradient of step {step}", error)
+        if step + 1 == recall.step:
+            self._finish(view, recall)
+        return (ev.StepObtained(SourceKind.MEMORY, view.number, step),)
+
+    def end(self) -> None:
+        """Close the connections to all nodes."""
+        if self._reader is not None:
+            self._reader[1].close()
+            self._reader = None
+
+    def _finish(self, view: View, recall: Recall) -> None:
+        """Hang up; the leader's first process describes the recall."""
+        if self._reader is not None and self._me == Peer(view.leader, 0):
+            size, took_s = self._reader[1].received, time.monotonic() - self._began
+            text = (
+                f"the nodes' memory gave the state after {recall.base} steps and the gradients of "
+                f"{recall.step - recall.base} more: {size / 1e6:.3g} MB to each process, in "
+                f"{took_s:.2g} s"
+            )
+            self._tell(ev.EventNoted("memory", text))
+        self.end()
+
+    def _reader_for(self, view: View, recall: Recall) -> PieceReader:
+        if self._reader is None or self._reader[0] != view.number:
+            self.end()
+            self._began = time.monotonic()
+            reader = PieceReader(recall.nodes, self._identity, self._redundancy, self._me.shard)
+            self._reader = view.number, reader
+        return self._reader[1]
+
+    def _make_failure(self, view: View, what: str, error: Exception) -> Events:
+        self.end()
+        time.sleep(PAUSE_S)
+        text = f"{what} cannot be recalled: {first_line(error)}"
+        return (ev.ObtainFailed(SourceKind.MEMORY, view.number, text),)
+
+    @staticmethod
+    def _recall_of(view: View) -> Recall:
+        if view.recall is None:
+            raise Damaged("this view recalls nothing")
+        return view.recall

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,17 +49,6 @@ SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under wa
 TABLES_S = 600.0  # to wait for what servers save of tables, which may be much more than the rest
 
 
-class RowSaves(Protocol):
-    """Has servers of tables save their rows as further shares of a checkpoint."""
-
-    def save(self, step: int, token: str, first: int) -> int:
-        """Ask all servers to save the rows as they are now, as shares from number `first` on.
-
-        Returns how many shares these are.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class WriterLink:
     """Connects process `me`, one of its worker's `procs`, with the writer of its node."""
@@ -75,7 +64,9 @@ class Saver(StateSink):
 
     `writer`: None without a store, or without a writer. `tell` is called, in a thread, when a save
     has ended. `fingerprint_whole` returns the fingerprint of the whole state, the same on all
-    workers. `capture`: captures the state, if not all of it is here. `rows`: saves tables' rows.
+    workers. `capture`: captures the state, if not all of it is here. `save_rows(step, token,
+    first)`: has servers of tables save their rows as they are now, as further shares of a
+    checkpoint, from number `first` on, and returns how many shares these are.
     """
 
     def __init__(
@@ -85,13 +76,13 @@ class Saver(StateSink):
         tell: Callable[[SaveEnded], None],
         fingerprint_whole: Callable[[], int],
         capture: Capture | None = None,
-        rows: RowSaves | None = None,
+        save_rows: Callable[[int, str, int], int] | None = None,
     ) -> None:
         self._writer = writer
         self._tell = tell
         self._fingerprint_whole = fingerprint_whole
         self._capture = capture or (lambda _: state.capture_named(protected))
-        self._rows = rows
+        self._save_rows = save_rows
         self._failures = SaveFailures()
         self._arena = Arena()
         self._share = StateShare(protected)
@@ -117,8 +108,8 @@ class Saver(StateSink):
         table_at, table_bytes = self._copy(rank, size, shard)  # those of shard 0 come first
         token = token_for(writer.job, view.number, step)
         # The worker that commits the checkpoint counts them, since their number may change.
-        rows = self._rows if shard == rank == 0 else None
-        more = rows.save(step, token, procs * size) if rows is not None else 0
+        save_rows = self._save_rows if shard == rank == 0 else None
+        more = save_rows(step, token, procs * size) if save_rows is not None else 0
         share = Order(
             step=step,
             view=view.number,

@@ -22,7 +22,7 @@ from holdfast.engine.train.checkpoint.local_tensors import local_of
 from holdfast.engine.train.checkpoint.state import Extent, Wanted
 from holdfast.engine.train.checkpoint.transfer import StatePart
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes, memory_of, room
-from holdfast.engine.train.state.step_memory import free_beside
+from holdfast.engine.train.state.step_image import free_beside
 
 BLOCK_BYTES = 1 << 20  # copied and then digested while it is in the processor's cache
 CHANGED = (

@@ -79,34 +79,21 @@ class Machine(Protocol):
     def deadline(self) -> float | None: ...
 
 
-class Shards(Protocol):
-    """Offers the other processes of this worker. Called with the monitor held."""
+class Shards:
+    """Offers the other processes of this worker, of which there are none here.
+
+    Called with the monitor held.
+    """
 
     def hear(self, shard: int, event: ev.WorkerEvent) -> Sequence[ev.WorkerEvent]:
         """Return the events for the machine that follow from an event in the process of `shard`."""
-        ...
-
-    def order(self, effect: ef.WorkerEffect, status: WorkerStatus) -> None:
-        """Send them a decision of the machine, if it is for them."""
-        ...
-
-    def meet(self, view: int, addresses: Mapping[Peer, bytes]) -> None:
-        """Send them the addresses of the members of a view."""
-        ...
-
-
-class NoShards:
-    """Implements `Shards` for a worker of one process."""
-
-    def hear(self, shard: int, event: ev.WorkerEvent) -> Sequence[ev.WorkerEvent]:
-        """Return the event: this process is the only one."""
         return (event,)
 
     def order(self, effect: ef.WorkerEffect, status: WorkerStatus) -> None:
-        """Ignore the decision: there is no other process."""
+        """Send them a decision of the machine, if it is for them."""
 
     def meet(self, view: int, addresses: Mapping[Peer, bytes]) -> None:
-        """Ignore the addresses: there is no other process."""
+        """Send them the addresses of the members of a view."""
 
 
 class Prompt(Protocol):
@@ -232,7 +219,7 @@ class Driver:
         self.failure: BaseException | None = None
         self._machine = machine
         self._link = link
-        self._shards = shards or NoShards()
+        self._shards = shards or Shards()
         self._prompt: Prompt | None = None
         self._script: OrderQueue[ScriptOrder] = OrderQueue()
         self._engine: OrderQueue[EngineOrder] = OrderQueue()

@@ -19,6 +19,7 @@ import torch
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground.events import Purpose
 from holdfast.engine.core.worker_status import Phase, WorkerStatus
+from holdfast.engine.host.lifetime import read_stat
 from holdfast.engine.records.time_lines import (
     ProcessHeader,
     SpentLine,
@@ -91,9 +92,7 @@ class TaskClock:
 
 def process_age_s() -> float:
     """Return the seconds since this process was forked."""
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine's start
+    began_s = int(read_stat("self")[19]) / os.sysconf("SC_CLK_TCK")  # since the machine's start
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began_s, 0.0)
 
 

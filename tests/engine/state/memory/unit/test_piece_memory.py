@@ -38,8 +38,7 @@ from holdfast.engine.state.memory.arena import (
     Table,
     kept_pieces,
 )
-from holdfast.engine.state.memory.node_memory import NodeMemory, PieceServer
-from holdfast.engine.state.memory.piece_reader import Mending, PieceReader
+from holdfast.engine.state.memory.node_memory import Mending, NodeMemory, PieceReader, PieceServer
 from holdfast.engine.state.memory.pieces import Image, PieceCoder
 
 IDENTITY = PeerIdentity(key=b"k" * 32)

@@ -17,7 +17,7 @@ from holdfast.engine.state.memory.arena import (
     PieceEntry,
     PieceShelf,
 )
-from holdfast.engine.state.memory.piece_post import Parcel, PiecePost
+from holdfast.engine.state.memory.pieces import Parcel, PiecePost
 
 IDENTITY = PeerIdentity(key=b"k" * 32)
 BUDGET = 1 << 16

@@ -20,7 +20,7 @@ from holdfast.clusters.rest_link import read_answer
 from holdfast.engine.core.errors import UserError, WireError
 from holdfast.engine.net.peer_stream import MESSAGE_BYTES_MAX, receive_exactly
 from holdfast.engine.records.recordings import _LENGTH, RECORD_BYTES_MAX, _read_records
-from holdfast.engine.runtime.post_mortem import _end_of
+from holdfast.engine.runtime.coordinate.black_box import _end_of
 from holdfast.engine.state.store.data_index import FileIndex, open_index, write_index
 from holdfast.engine.state.store.manifest import Entry
 from holdfast.engine.state.store.regular_files import (

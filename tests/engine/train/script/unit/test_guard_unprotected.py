@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.train.script.unprotected_modules import UnprotectedModules
+from holdfast.engine.train.script.script_guard import UnprotectedModules
 from loop_kit import net
 
 ALONE = """

@@ -13,7 +13,7 @@ from holdfast.engine.train.checkpoint.transfer import parts_of
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
 from holdfast.engine.train.state import share
 from holdfast.engine.train.state.share import StagedState
-from holdfast.engine.train.state.step_memory import LARGE_BYTES, StepMemory
+from holdfast.engine.train.state.step_image import LARGE_BYTES, StepMemory
 
 WAIT_S = 30.0
 

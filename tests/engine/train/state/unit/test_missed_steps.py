@@ -10,8 +10,8 @@ from holdfast.engine.core.errors import Aborted
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground.events import SinkKind
 from holdfast.engine.core.types import ViewNumber
-from holdfast.engine.train.state import missed_steps
-from holdfast.engine.train.state.missed_steps import MissedSteps
+from holdfast.engine.train.state import step_image
+from holdfast.engine.train.state.step_image import MissedSteps
 from holdfast.lab.contracts.memory_transport import MemoryNetwork
 from holdfast.lab.contracts.transports import GroupMember, run_contract_in_threads
 from step_data_kit import (
@@ -77,7 +77,7 @@ def is_kept(missed: MissedSteps, index: int) -> bool:
 def test_only_so_much_is_kept_and_the_newest_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_step()
     piece_bytes = sum(bucket.result.data.nbytes for bucket in step.gradients.buckets)
-    monkeypatch.setattr(missed_steps, "KEPT_BYTES_MAX", 6 * piece_bytes)
+    monkeypatch.setattr(step_image, "KEPT_BYTES_MAX", 6 * piece_bytes)
     missed = MissedSteps(step)
     for index in range(10):
         fill_step(step, index)
@@ -88,11 +88,11 @@ def test_only_so_much_is_kept_and_the_newest_of_it(monkeypatch: pytest.MonkeyPat
     for index in range(20, 26):  # forgotten steps take no room
         keep_missed(missed, index)
     assert all(is_kept(missed, index) for index in range(20, 26))
-    monkeypatch.setattr(missed_steps, "KEPT_BYTES_MAX", 0)
+    monkeypatch.setattr(step_image, "KEPT_BYTES_MAX", 0)
     keep_missed(missed, 26)
     assert [is_kept(missed, index) for index in range(20, 27)] == [False] * 3 + [True] * 4
-    monkeypatch.setattr(missed_steps, "KEPT_BYTES_MAX", 1 << 40)
-    monkeypatch.setattr(missed_steps, "STEPS_MISSED_MAX", 5)
+    monkeypatch.setattr(step_image, "KEPT_BYTES_MAX", 1 << 40)
+    monkeypatch.setattr(step_image, "STEPS_MISSED_MAX", 5)
     for index in (27, 28):
         keep_missed(missed, index)
     assert [is_kept(missed, index) for index in range(23, 29)] == [False] + [True] * 5

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.engine.core.errors import Damaged
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.events import SinkKind, SourceKind
@@ -18,14 +19,12 @@ from holdfast.engine.core.redundancy import GradientSource, Recall, read_redunda
 from holdfast.engine.core.types import AgentId, Incarnation, Peer, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.net.tls import PeerIdentity
-from holdfast.engine.state.memory import piece_reader
 from holdfast.engine.state.memory.arena import PieceArena
-from holdfast.engine.state.memory.node_memory import NodeMemory, PieceServer
-from holdfast.engine.state.memory.piece_post import PiecePost
+from holdfast.engine.state.memory.node_memory import NodeMemory, PieceReader, PieceServer
+from holdfast.engine.state.memory.pieces import PiecePost
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
-from holdfast.engine.train.state import recalling
-from holdfast.engine.train.state.recalling import Recalling
-from holdfast.engine.train.state.replicator import PieceTarget, Replicator
+from holdfast.engine.train.state import replicator
+from holdfast.engine.train.state.replicator import PieceTarget, Recalling, Replicator
 from holdfast.engine.train.step.mover import ViewConnections
 from holdfast.engine.train.step.step_data import StepData
 from step_data_kit import content_of, fill_step, make_step
@@ -171,7 +170,7 @@ class Joiner:
         self.loads += 1
 
 
-class Counted(piece_reader.PieceReader):
+class Counted(PieceReader):
     """Counts how many of its kind are connected to nodes."""
 
     connected = 0
@@ -187,8 +186,8 @@ class Counted(piece_reader.PieceReader):
 
 @pytest.fixture(autouse=True)
 def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Counted]]:
-    monkeypatch.setattr(recalling, "PieceReader", Counted)
-    monkeypatch.setattr(recalling, "PAUSE_S", 0.0)
+    monkeypatch.setattr(replicator, "PieceReader", Counted)
+    monkeypatch.setattr(replicator, "PAUSE_S", 0.0)
     Counted.connected = 0
     yield Counted
     assert Counted.connected == 0, "a process is still connected to nodes"
@@ -273,7 +272,7 @@ def test_a_node_that_fails_once_is_not_asked_again() -> None:
     for node in reader._nodes:
         node.close()  # as when its machine has gone
     for told in ("of part 0 of the state of step 4, 0 of the 1 pieces", "no node that is reached"):
-        with pytest.raises(recalling.Damaged, match=told):
+        with pytest.raises(Damaged, match=told):
             reader.read("state", 1, BASE)
     with suppress(OSError):
         reader.close()

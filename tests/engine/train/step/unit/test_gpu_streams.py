@@ -12,7 +12,7 @@ from torch import nn
 
 from fake_gpu import DEFAULT, RECORDED, FakeStream, fake_gpu, in_stream, move, on_gpu
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.train.state.step_memory import LARGE_BYTES, StepMemory
+from holdfast.engine.train.state.step_image import LARGE_BYTES, StepMemory
 from holdfast.engine.train.step import gradients
 from holdfast.engine.train.step.gradients import Gradients, order_gradient
 from holdfast.engine.train.step.time_sheet import TaskClock

@@ -17,13 +17,12 @@ from holdfast.engine.train.checkpoint.state import flatten, metas, restore
 from holdfast.engine.train.data.sampling import SamplePlan
 from holdfast.engine.train.exchange.layout import Layout
 from holdfast.engine.train.job import Job
-from holdfast.engine.train.state.missed_steps import MissedSteps
+from holdfast.engine.train.state.step_image import MissedSteps
 from holdfast.engine.train.step.driver import Monitor
 from holdfast.engine.train.step.gradients import Gradients
 from holdfast.engine.train.step.row_sums import RowsSum
 from holdfast.engine.train.step.row_table import Rows
-from holdfast.engine.train.step.speculative import FinishedTask, SpeculativeTasks
-from holdfast.engine.train.step.step_data import StepData
+from holdfast.engine.train.step.step_data import FinishedTask, SpeculativeTasks, StepData
 from holdfast.engine.train.step.step_table import Buffers, StepTable
 from holdfast.lab.contracts.memory_transport import MemoryNetwork
 from holdfast.lab.contracts.transports import GroupMember, run_contract_in_threads

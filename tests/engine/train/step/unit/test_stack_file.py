@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.train.step import stack_file
-from holdfast.engine.train.step.stack_file import VARIABLE, wait_for_stacks, write_stacks
+from holdfast.engine.train.step import agent_link
+from holdfast.engine.train.step.agent_link import VARIABLE, wait_for_stacks, write_stacks
 
 WAIT_S = 30.0
 
@@ -55,7 +55,7 @@ def test_stacks_of_busy_threads_are_written_again_and_again(
 def test_a_long_file_begins_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "stacks.txt"
     monkeypatch.setenv(VARIABLE, str(path))
-    monkeypatch.setattr(stack_file, "BYTES_MAX", 10)
+    monkeypatch.setattr(agent_link, "BYTES_MAX", 10)
     for number in range(3):
         write_stacks(f"look {number}")
     assert wait_for_stacks(WAIT_S)
@@ -75,7 +75,7 @@ def test_a_place_that_cannot_be_written_does_no_harm(
 
 GARBAGE = """
 import gc, os, threading
-from holdfast.engine.train.step.stack_file import describe_stacks
+from holdfast.engine.train.step.agent_link import describe_stacks
 
 class Garbage:
     def __init__(self):

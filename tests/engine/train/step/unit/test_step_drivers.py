@@ -20,7 +20,7 @@ from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.train.exchange.seam import SHORT_S, Waits
 from holdfast.engine.train.step.buckets import FilledBuckets
 from holdfast.engine.train.step.driver import Driver, Monitor, ViewRendezvous
-from holdfast.engine.train.step.speculative import FinishedTask, SpeculativeTasks
+from holdfast.engine.train.step.step_data import FinishedTask, SpeculativeTasks
 from holdfast.engine.train.step.step_table import UNWEIGHTED
 from holdfast.engine.train.step.values import TaskReport
 from machine_kit import a_view
