@@ -205,11 +205,11 @@ $(TORCH_STAMP): constraints.txt
 	@touch $@
 
 # What the tests need includes what the demo needs.
-$(STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt src/holdfast/engine/core/release.py
+$(STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt src/holdfast/engine/core/errors.py
 	$(PIP) --no-build-isolation -e '.[dev]'
 	@touch $(DEMO_STAMP) $@
 
-$(DEMO_STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt src/holdfast/engine/core/release.py
+$(DEMO_STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt src/holdfast/engine/core/errors.py
 	$(PIP) --no-build-isolation -e '.[demo]'
 	@touch $@
 

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 from holdfast.engine.core import tree
 from holdfast.engine.core.directives import WorkerDirective
+from holdfast.engine.core.errors import Transitions
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.events import SourceKind
@@ -25,7 +26,6 @@ from holdfast.engine.core.membership import agent, coordinator_events
 from holdfast.engine.core.replica.replica import SYNC_MOVES, SyncStage
 from holdfast.engine.core.step.activities import ACTIVITY_MOVES, Activity
 from holdfast.engine.core.sum_plan import plan_sum
-from holdfast.engine.core.transitions import Transitions
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker.machine import WorkerMachine

@@ -20,13 +20,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine.core.errors import (
+    RELEASE,
     HoldfastError,
     InvariantError,
     StateMismatch,
     UserError,
     WorldError,
 )
-from holdfast.engine.core.release import RELEASE
 from holdfast.old_paths import install
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import pytest
 
 import holdfast
 from built_packages import source_problems, wheel_problems
-from holdfast.engine.core.release import RELEASE
+from holdfast.engine.core.errors import RELEASE
 from places import ROOT
 
 BUILD_S = 100.0  # bounds a hang; it takes a few seconds
@@ -26,13 +26,13 @@ def test_the_version_stands_in_one_place() -> None:
     assert holdfast.__version__ == RELEASE
     pyproject = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in pyproject
-    assert 'version = { attr = "holdfast.engine.core.release.RELEASE" }' in pyproject
+    assert 'version = { attr = "holdfast.engine.core.errors.RELEASE" }' in pyproject
     named = [
         path
         for path in (*ROOT.glob("*.toml"), *ROOT.glob("*.cff"), *(ROOT / "src").rglob("*.py"))
         if re.search(rf"\b{re.escape(RELEASE)}\b", path.read_text())
     ]
-    assert named == [ROOT / "src/holdfast/engine/core/release.py"]
+    assert named == [ROOT / "src/holdfast/engine/core/errors.py"]
 
 
 def test_the_changelog_has_a_section_for_this_version() -> None:

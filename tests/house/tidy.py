@@ -470,8 +470,7 @@ RULES = [
     Rule(
         "short-file",
         tidy_sizes.find_short_files,
-        f"a file of less than {tidy_sizes.SHORT_FILE_LINES} lines belongs to what uses it, unless "
-        "it is a seam, which stands in SHORT_FILES",
+        f"a file of less than {tidy_sizes.SHORT_FILE_LINES} lines belongs to what uses it",
     ),
     Rule(
         "module-docstring",

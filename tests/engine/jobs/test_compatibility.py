@@ -20,8 +20,7 @@ import pytest
 
 from holdfast.cli.main import main
 from holdfast.doctor.examination import read_report
-from holdfast.engine.core.errors import WireError
-from holdfast.engine.core.release import RELEASE
+from holdfast.engine.core.errors import RELEASE, WireError
 from holdfast.engine.host import checks_peers
 from holdfast.engine.net.secret import write_run_dir
 from holdfast.engine.records import ledger, recordings, time_lines

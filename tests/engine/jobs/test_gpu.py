@@ -240,7 +240,8 @@ def touched(*given, **options):
 
 for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
     setattr(torch.cuda, name, touched)
-import holdfast.engine.train.preload, holdfast.engine.runtime.node.fork_server
+from holdfast.engine.runtime.node import fork_server
+fork_server._load([])
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -23,14 +23,17 @@ from torch import nn
 
 from conftest import RUN_S, SCRIPTS, computed_twice, finish
 from holdfast.engine.core.errors import Damaged, UserError
-from holdfast.engine.core.partition import share_out
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.formats import read_tensors
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
-from holdfast.engine.train.checkpoint.sharded_optimizers import GatheredState, ShardedOptimizers
+from holdfast.engine.train.checkpoint.sharded_optimizers import (
+    GatheredState,
+    ShardedOptimizers,
+    share_out,
+)
 from holdfast.engine.train.checkpoint.state import Extent
 from holdfast.engine.train.exchange.layout import TAG_UPDATE, Layout
 from holdfast.engine.train.exchange.seam import AloneTransport

@@ -19,7 +19,9 @@ HoldfastError
 
 from __future__ import annotations
 
-from typing import NoReturn
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Generic, NoReturn, TypeVar
 
 
 class HoldfastError(Exception):
@@ -112,3 +114,55 @@ def first_line(error: BaseException) -> str:
     """Return the message of another library's error, without its stack or advice."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+# ---------------------------------------------------------------- files of other releases
+
+RELEASE = "0.2.0"  # the only place: pyproject.toml reads it from here
+
+
+def newer_format(data: bytes, magic: bytes) -> str:
+    """Return the end of a sentence on a newer format's file, by its magic word; else empty.
+
+    A magic word is a file's name and one digit, its format.
+    """
+    name, known, found = magic[:-1], magic[-1:], data[len(magic) - 1 : len(magic)]
+    if data[: len(name)] != name or not found.isdigit() or int(found) <= int(known):
+        return ""
+    return describe_newer_writer(int(found), int(known))
+
+
+def describe_newer_writer(found: int, known: int) -> str:
+    """Return the end of a sentence about a file whose format this release does not know."""
+    return (
+        f"was written by a newer Holdfast (format {found}); this one reads format {known}: upgrade"
+    )
+
+
+# ---------------------------------------------------------------- moves of machines
+
+P = TypeVar("P", bound=enum.Enum)
+
+
+class Transitions(Generic[P]):
+    """The legal moves between phases; `moves` maps each phase to the phases that may follow.
+
+    `always`: the phase that may follow every phase, itself included.
+    """
+
+    def __init__(self, moves: Mapping[P, tuple[P, ...]], *, always: P) -> None:
+        self._moves = moves
+        self.always = always
+
+    def check(self, old: P, new: P) -> P:
+        """Return `new` if it may follow `old`. InvariantError otherwise."""
+        name = type(old).__name__
+        legal = new is self.always or new in self._moves[old]
+        require(legal, f"{name} must not go from {old.value} to {new.value}")
+        return new
+
+    def pairs(self) -> Iterator[tuple[P, P]]:
+        """Give the moves of the table in its order, without those to the phase `always`."""
+        for old, after in self._moves.items():
+            for new in after:
+                yield old, new

@@ -295,3 +295,13 @@ def cut(part: Part, numel: int, align: int) -> slice:
     ends = (bound.numerator * units // bound.denominator * align for bound in part)
     start, stop = (min(end, numel) for end in ends)
     return slice(start, stop)
+
+
+def part_of(total: int, index: int, count: int, align: int = 1) -> tuple[int, int]:
+    """Return where the part of number `index` of `count` starts and stops; the last may be short.
+
+    Parts start at multiples of `align`, in the unit of `total`.
+    """
+    size = -(-total // count)
+    size = -(-size // align) * align
+    return min(index * size, total), min((index + 1) * size, total)

@@ -26,8 +26,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from holdfast.engine.core.errors import UserError, WorldError
-from holdfast.engine.core.release import describe_newer_writer
+from holdfast.engine.core.errors import UserError, WorldError, describe_newer_writer
 from holdfast.engine.state.store.regular_files import (
     append_regular,
     read_whole_lines,

@@ -24,9 +24,8 @@ import hmac
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.engine.core.errors import WireError
+from holdfast.engine.core.errors import RELEASE, WireError
 from holdfast.engine.core.job_problems import JOB_BYTES_MAX
-from holdfast.engine.core.release import RELEASE
 
 MAGIC = b"HOLDFAST"
 VERSION = 2  # 1 named neither release nor job

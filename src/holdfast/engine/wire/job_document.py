@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engine.core.errors import Damaged, OtherRelease
+from holdfast.engine.core.errors import Damaged, OtherRelease, describe_newer_writer
 from holdfast.engine.core.job_problems import find_problem
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.core.release import describe_newer_writer
 
 FORMAT = 1
 JOB_FILE = "job.json"  # its name in every run directory

@@ -23,8 +23,8 @@ from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolic
 from holdfast.engine.core.membership.outbox import list_wanted
 from holdfast.engine.core.membership.roster import SlotState
 from holdfast.engine.core.membership.view_making import resume_step
-from holdfast.engine.core.partition import part_of
 from holdfast.engine.core.policies import LeasePolicy
+from holdfast.engine.core.sum_plan import part_of
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId, spans
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker_status import ReplicaStage, Stage, WorkerStatus

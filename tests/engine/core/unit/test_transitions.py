@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.errors import InvariantError, Transitions
 from holdfast.engine.core.replica.replica import SYNC_MOVES, SyncStage
 from holdfast.engine.core.step.activities import ACTIVITY_MOVES, Activity
-from holdfast.engine.core.transitions import Transitions
 
 TABLES: list[tuple[Transitions[Any], type[enum.Enum]]] = [
     (ACTIVITY_MOVES, Activity),

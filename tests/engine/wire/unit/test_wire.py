@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from fuzz.targets import KEY, MESSAGES, STATUS
 from holdfast.engine.core.directives import Directive
-from holdfast.engine.core.errors import WireError
-from holdfast.engine.core.release import RELEASE
+from holdfast.engine.core.errors import RELEASE, WireError
 from holdfast.engine.wire import frames
 from holdfast.engine.wire.messages import KINDS, decode, encode
 

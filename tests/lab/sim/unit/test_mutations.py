@@ -34,7 +34,7 @@ from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator as co
 from holdfast.engine.core.membership import coordinator_events as ce
-from holdfast.engine.core.membership import decision_loop, decisions, formation
+from holdfast.engine.core.membership import decision_loop, decisions, formation, outbox
 from holdfast.engine.core.membership import facts as facts_module
 from holdfast.engine.core.membership import lease as le
 from holdfast.engine.core.membership.agent import AgentMachine
@@ -299,17 +299,19 @@ def next_incarnation_starts_before_the_old_one_ended(patch: pytest.MonkeyPatch) 
 
 @mutation
 def lost_worker_is_still_ordered_during_its_back_off(patch: pytest.MonkeyPatch) -> Machines:
-    def wanted(self: Roster, name: Any, view: Any) -> Iterator[Any]:
-        for worker in self.workers_of(name):
-            yield from self._processes_of(worker, self.slots[worker].incarnation, name)
+    def wanted(roster: Roster, name: Any, view: Any) -> Iterator[Any]:
+        for worker in roster.workers_of(name):
+            yield from outbox._list_processes(
+                roster, worker, roster.slots[worker].incarnation, name
+            )
 
-    patch.setattr(Roster, "processes_for", wanted)
+    patch.setattr(decision_loop, "list_wanted", wanted)
     return Machines()
 
 
 @mutation
 def nobody_fences_without_a_lease(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(ag, "acting_deadline", lambda answered_at, proved_at, policy: 1e9)
+    patch.setattr(le, "acting_deadline", lambda answered_at, proved_at, policy: 1e9)
     return Machines()
 
 

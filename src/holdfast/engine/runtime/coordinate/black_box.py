@@ -22,14 +22,13 @@ from typing import Any
 
 import zstandard
 
-from holdfast.engine.core.errors import HoldfastError, UserError
+from holdfast.engine.core.errors import RELEASE, HoldfastError, UserError
 from holdfast.engine.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
     CoordinatorEvent,
 )
 from holdfast.engine.core.plain_text import escape_controls
-from holdfast.engine.core.release import RELEASE
 from holdfast.engine.records.incidents import (
     Event,
     Incident,

@@ -25,9 +25,15 @@ from typing import Protocol
 import msgspec
 import xxhash
 
-from holdfast.engine.core.errors import Damaged, Deposed, OtherRelease, UserError, require
+from holdfast.engine.core.errors import (
+    Damaged,
+    Deposed,
+    OtherRelease,
+    UserError,
+    newer_format,
+    require,
+)
 from holdfast.engine.core.job_record import JobRecord
-from holdfast.engine.core.release import newer_format
 from holdfast.engine.core.views import View
 from holdfast.engine.state.store.regular_files import create_regular, read_regular
 from holdfast.engine.wire.strict import StrictDecoder

@@ -56,6 +56,11 @@ REQUEST_BYTES_MAX = 4 << 20
 NUMBER = struct.Struct("!q")
 CLONE_NEWNET = 0x40000000
 REQUEST_S = 10.0  # for a request to arrive whole
+#: Nearly every worker needs these.
+NEEDED = (
+    *("torch._dynamo", "torch.distributed"),
+    *("holdfast.engine.train.compose", "holdfast.engine.train.job"),
+)
 ENTRIES = {m.MODULE: m.main for m in (bootstrap, group_member, group_store, service_process)}
 # Variables that Python, torch and the libraries under it read only once, when they are loaded.
 READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEED")
@@ -354,10 +359,11 @@ def main(argv: Sequence[str]) -> NoReturn:
 def _load(modules: Sequence[str]) -> None:
     """Import the modules that processes will need, for seconds; requests wait.
 
-    It is done before the first one: a node that waits to take a lost one's place is to be quick.
+    It is done before the first one: a node that waits to take a lost one's place is to be quick. No
+    thread starts by it, no device is touched and no random number drawn.
     """
-    import holdfast.engine.train.preload  # noqa: F401
-
+    for name in NEEDED:
+        importlib.import_module(name)
     for name in modules:
         with contextlib.suppress(Exception):  # a process that needs it reports its failure
             importlib.import_module(name)

@@ -25,8 +25,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 import xxhash
 
-from holdfast.engine.core.errors import Damaged, UserError, WorldError, first_line
-from holdfast.engine.core.release import newer_format
+from holdfast.engine.core.errors import Damaged, UserError, WorldError, first_line, newer_format
 from holdfast.engine.state.store.regular_files import open_regular, read_regular, regular_stream
 
 MAGIC = b"HOLDIDX1"

@@ -26,8 +26,7 @@ import msgspec
 import xxhash
 import zstandard
 
-from holdfast.engine.core.errors import Damaged, OtherRelease
-from holdfast.engine.core.release import newer_format
+from holdfast.engine.core.errors import Damaged, OtherRelease, newer_format
 from holdfast.engine.core.replica.retention import SaveOrder
 from holdfast.engine.core.types import NO_VIEW, ViewNumber
 from holdfast.engine.state.store.storage import NAME

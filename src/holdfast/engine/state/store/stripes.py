@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from holdfast.engine.core.errors import Damaged, OtherRelease
-from holdfast.engine.core.release import newer_format
+from holdfast.engine.core.errors import Damaged, OtherRelease, newer_format
 from holdfast.engine.state.store.manifest import DIGEST_BYTES, digest
 from holdfast.engine.wire.strict import StrictDecoder
 

@@ -23,7 +23,6 @@ import torch
 import xxhash
 
 from holdfast.engine.core.errors import Aborted, Damaged, UserError
-from holdfast.engine.core.partition import share_out
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.state import Extent, Meta, NamedTensor, Wanted
 from holdfast.engine.train.exchange.layout import (
@@ -340,3 +339,15 @@ def _on_host(tensor: torch.Tensor, extents: Sequence[Extent]) -> torch.Tensor:
 
 def _room_for_digest() -> torch.Tensor:
     return torch.zeros(DIGEST_WORDS, dtype=torch.int64)
+
+
+def share_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
+    """Give each of several items to the receiver with the least, the largest items first.
+
+    `loads`: each receiver's load, to which items are added. Returns the receiver of each item.
+    """
+    found = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        found[item] = loads.index(min(loads))
+        loads[found[item]] += sizes[item]
+    return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.engine.core.errors import Aborted, StateMismatch
-from holdfast.engine.core.partition import part_of
+from holdfast.engine.core.sum_plan import part_of
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState, fingerprint
 from holdfast.engine.train.exchange.layout import (

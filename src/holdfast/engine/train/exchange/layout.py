@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.engine.core import tree
-from holdfast.engine.core.partition import part_of
 from holdfast.engine.core.spread_turns import Turn, find_branches, plan_turns
-from holdfast.engine.core.sum_plan import SumPlan, plan_flat_sum, plan_sum
+from holdfast.engine.core.sum_plan import SumPlan, part_of, plan_flat_sum, plan_sum
 from holdfast.engine.core.types import Peer, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.train.exchange.cut_plan import PIECE_ALIGN, CutPlan

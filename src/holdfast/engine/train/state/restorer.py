@@ -28,8 +28,8 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.events import SourceKind
 from holdfast.engine.core.invalidations import Invalidations
-from holdfast.engine.core.partition import part_of
 from holdfast.engine.core.replica.saves import list_replacements
+from holdfast.engine.core.sum_plan import part_of
 from holdfast.engine.core.types import NO_VIEW, ViewNumber
 from holdfast.engine.state.memory.free_memory import check_room
 from holdfast.engine.state.store.checkpoint_reading import OneEntry, load, load_range

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from holdfast.engine.core.errors import WorldError, first_line
-from holdfast.engine.core.partition import part_of
+from holdfast.engine.core.sum_plan import part_of
 from holdfast.engine.train.checkpoint.local_tensors import local_of
 from holdfast.engine.train.checkpoint.state import Extent, Wanted
 from holdfast.engine.train.checkpoint.transfer import StatePart
