@@ -108,7 +108,8 @@ class Workers:
     )
     losses_max: int = setting(
         30,
-        "give up after losing this many workers without completing a step in between",
+        "give up after losing this many workers without completing a step in between; workers on "
+        "nodes that have announced when they are taken away do not count",
         metavar="K",
         least=1,
     )

@@ -76,11 +76,15 @@ class WantSpares:
 
 @dataclass(frozen=True, slots=True)
 class CountLoss:
-    """Count a worker as lost, for this reason, which may be its machine's own error."""
+    """Count a worker as lost, for this reason, which may be its machine's own error.
+
+    `announced`: its node was to be taken away at a known time, so the loss spends no budget.
+    """
 
     worker: WorkerId
     reason: str
     machine: MachineLoss | None = None
+    announced: bool = False
 
 
 RosterChange: TypeAlias = (

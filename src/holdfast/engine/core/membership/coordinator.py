@@ -270,7 +270,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def _count_loss(self, lost: CountLoss, now: float) -> Announce:
         job = self._job
-        job.progress.count_loss(lost.worker, lost.reason, lost.machine)
+        worker, machine, announced = lost.worker, lost.machine, lost.announced
+        job.progress.count_loss(worker, lost.reason, machine, announced=announced)
         job.reserve = job.reserve.count_loss(lost.worker, self._roster, now)
         doubt = job.progress.doubt(lost.reason, job.policy.restart.losses_max)
         text = f"worker {lost.worker} was lost: {lost.reason}{doubt}"

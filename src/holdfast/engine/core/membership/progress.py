@@ -100,8 +100,21 @@ class Progress:
         """Record what a worker has reported last of wrong results: it may leave for that reason."""
         self._causes.record_words(status)
 
-    def count_loss(self, worker: WorkerId, why: str, machine: MachineLoss | None = None) -> None:
-        """Count a worker that was lost, perhaps by an error of its `machine`."""
+    def count_loss(
+        self,
+        worker: WorkerId,
+        why: str,
+        machine: MachineLoss | None = None,
+        *,
+        announced: bool = False,
+    ) -> None:
+        """Count a worker that was lost, perhaps by an error of its `machine`.
+
+        `announced`: its node was to be taken away at a known time. Such a loss spends no budget,
+        unless the process has crashed.
+        """
+        if announced and machine is None and not is_crash(why):
+            return
         self.losses += 1
         self._lost_since_begun = True
         self._last_loss = why.partition("\n")[0]

@@ -43,7 +43,8 @@ def replace_lost(
             if lost is not None:
                 machine = _find_machine_loss(facts, worker, slot)
                 if slot.counted < slot.incarnation:
-                    plan.append(CountLoss(worker, machine.describe() if machine else lost, machine))
+                    why = machine.describe() if machine else lost
+                    plan.append(CountLoss(worker, why, machine, _is_announced(facts, slot)))
                 slot = _slot_after_loss(slot, now, policy, machine)
         if slot.respawn_at is not None and now >= slot.respawn_at:
             slot = slot.order_next(roster.first)
@@ -156,6 +157,12 @@ def _find_machine_loss(facts: Facts, worker: WorkerId, slot: SlotState) -> Machi
     if status is None or status.machine_error is None:
         return None
     return MachineLoss(error=status.machine_error, node=slot.agent, detail=status.detail)
+
+
+def _is_announced(facts: Facts, slot: SlotState) -> bool:
+    """Return whether a node of this worker is taken away at a known time."""
+    nodes = (facts.roster.nodes.get(name) for name in slot.nodes)
+    return any(node is not None and node.leave_by < float("inf") for node in nodes)
 
 
 def _reason_of_loss_elsewhere(
