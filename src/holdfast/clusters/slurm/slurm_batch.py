@@ -230,7 +230,7 @@ def job_script(
     *,
     name: str,
     prefix: str,
-    nodes: int,
+    nodes: str,
     command: Sequence[str],
     output: str,
     signal_s: float,
@@ -239,7 +239,8 @@ def job_script(
 ) -> str:
     """Write the batch script of a whole job; `options` are sbatch's, from the user.
 
-    `prefix` begins the names of its further jobs. `signal_s`: how long before the end of its time
+    `nodes`: their number, or the least and the largest, as in 2-4. `prefix` begins the names of its
+    further jobs. `signal_s`: how long before the end of its time
     it is signalled. `has_store`: its checkpoints outlive its nodes.
     """
     directives = [

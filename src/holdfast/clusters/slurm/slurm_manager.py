@@ -469,12 +469,13 @@ def go_on(run_dir: RunDir, host: str, port: int) -> int:
 
 def write_script(run_dir: RunDir, nodes: int, port: int) -> None:
     plan, spec = read_plan(run_dir), run_dir.spec()
-    host, given = plan.settings["listen"], plan.settings["options"]
+    host, given, least = plan.settings["listen"], plan.settings["options"], spec.nodes.min
     listen = (*(("--host", host) if host else ()), "--port", str(port))
     text = job_script(
         name=job_prefix(spec.job).rstrip("-"),
         prefix=job_prefix(spec.job),
-        nodes=nodes,
+        # A job that may begin with fewer nodes also begins again with fewer.
+        nodes=f"{least}-{nodes}" if least < nodes else str(nodes),
         command=(sys.executable, "-m", "holdfast.engine.fleet.cluster_job", plan.run_dir, *listen),
         output=f"{escape_pattern(plan.run_dir)}/slurm-%j.txt",
         signal_s=plan.drain_s,

@@ -205,6 +205,15 @@ def test_the_script_of_a_job_says_all_to_slurm(tmp_path: Path) -> None:
     assert f"-m holdfast.engine.fleet.cluster_job '{tmp_path}/a run' --port 0 &" in text
 
 
+@pytest.mark.parametrize(("least", "wanted"), [("1", "1-4"), ("4", "4")])
+def test_a_job_that_may_begin_with_fewer_nodes_asks_for_a_range(
+    tmp_path: Path, least: str, wanted: str
+) -> None:
+    """So a job that Slurm has requeued does not wait for a host that is gone."""
+    text = write_script(tmp_path, "--nodes", "4", "--nodes-min", least)
+    assert f"#SBATCH --nodes={wanted}\n" in text
+
+
 def test_options_that_are_none_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,7 +370,7 @@ def write_job(*command: str, has_store: bool = True) -> str:
     return job_script(
         name="hf-x",
         prefix="hf-x-",
-        nodes=2,
+        nodes="2",
         command=command,
         output="o",
         signal_s=60,
