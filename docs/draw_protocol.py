@@ -188,7 +188,7 @@ def transitions() -> Iterator[str]:
             for name, event in moves(machine):
                 after = _run(path)
                 effects = after.handle(event, 0.0)
-                names = ", ".join(type(e).__name__ for e in effects) or "-"
+                names = ", ".join(f"`{type(e).__name__}`" for e in effects) or "-"
                 found = rows.setdefault((before, name), set())
                 new = (situation(after), names) not in found
                 found.add((situation(after), names))
