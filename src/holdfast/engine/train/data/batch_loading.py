@@ -114,7 +114,8 @@ class BatchSource(Source):
                 f"the dataset has {length} samples but its plan was made for {planned}: "
                 "do not change a dataset's length during a job"
             )
-        self._feed.follow(tuple(vranks), from_step, until, keep=self._known_tasks())
+        known = {t for t in self._pipeline.sent if t is not None} | set(self._ready)
+        self._feed.follow(tuple(vranks), from_step, until, keep=known)
         for task in [t for t in self._ready if not self._feed.wants(t)]:
             self._discard(task)
         if self.options.num_workers and not self._pipeline.has_started:
@@ -213,9 +214,6 @@ class BatchSource(Source):
         for text in reading.healed:
             self._log(text)
         return batch
-
-    def _known_tasks(self) -> set[Task]:
-        return {t for t in self._pipeline.sent if t is not None} | set(self._ready)
 
     def _advance(self, step: int) -> None:
         """Treat the steps before the one asked for as over."""
