@@ -235,16 +235,19 @@ class TrainerMixin:
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         better: bool = super()._determine_best_metric(metrics, trial)  # type: ignore[misc]
         if better and self.args.load_best_model_at_end:
+            is_peft = hasattr(self.model, "peft_config")  # whose base never changes
+            frozen = find_frozen(self.model, self.optimizer) if is_peft else ()
             self._kept.best = {
                 name: value.detach().cpu().clone()
                 for name, value in self.model.state_dict().items()
+                if name not in frozen
             }
         return better
 
     def _load_best_model(self) -> None:
         """Load the best parameters: from the job's state, which the loss of a disk cannot hurt."""
         if self._kept.best:
-            self.model.load_state_dict(self._kept.best)
+            self.model.load_state_dict(self._kept.best, strict=False)
         else:
             super()._load_best_model()  # type: ignore[misc]
 
@@ -291,6 +294,13 @@ class TrainerMixin:
                 break
 
 
+def find_frozen(model: torch.nn.Module, optimizer: Any) -> set[str]:
+    """Return the names of all parameters that the optimizer does not update."""
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in every if id(parameter) not in updated}
+
+
 def mark_newest(path: Path) -> None:
     """Give a checkpoint the latest time of all in its folder.
 
@@ -311,7 +321,7 @@ class TrainerProgress:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        #: The best parameters, for load_best_model_at_end.
+        #: The best parameters, without the base of a PEFT model, for load_best_model_at_end.
         self.best: dict[str, torch.Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:

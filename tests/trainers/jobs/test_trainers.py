@@ -42,10 +42,12 @@ JOBS = {
     EARLY: [str(SCRIPTS / "stops_early.py"), "OUT"],
     STREAM: [str(SCRIPTS / "hugging_stream.py")],
     LOGGED: [str(SCRIPTS / "csv_logged.py"), "OUT"],
+    "lora": [str(SCRIPTS / "lora.py"), "plain", "12"],
+    "peft": [str(SCRIPTS / "lora.py"), "peft", "12"],
     **{name: [str(SCRIPTS / "half.py"), trainer] for name, trainer in HALF.items()},
 }
 PACKAGES = {"llama": "transformers", "gan": "lightning", EARLY: "transformers", STREAM: "datasets"}
-PACKAGES |= {LOGGED: "lightning", **HALF}
+PACKAGES |= {LOGGED: "lightning", "lora": "torch", **HALF}
 
 
 def run(
