@@ -42,7 +42,7 @@ def follow_leader(job: Job) -> bool:
 
 
 def use_half_precision(accelerator: accelerate.Accelerator) -> None:
-    """Let fp16 mean float16 with a scaler on a CPU, too, where Accelerate computes in float32."""
+    """Use float16 and a scaler for fp16 on a CPU, too, where Accelerate computes in float32."""
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         handler = accelerator.scaler_handler
         options = {} if handler is None else handler.to_kwargs()

@@ -235,7 +235,7 @@ class TrainerMixin:
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         better: bool = super()._determine_best_metric(metrics, trial)  # type: ignore[misc]
         if better and self.args.load_best_model_at_end:
-            is_peft = hasattr(self.model, "peft_config")  # whose base never changes
+            is_peft = hasattr(self.model, "peft_config")  # then its base never changes
             frozen = find_frozen(self.model, self.optimizer) if is_peft else ()
             self._kept.best = {
                 name: value.detach().cpu().clone()

@@ -18,8 +18,7 @@ from holdfast.engine.state.store.manifest import Entry, Manifest, is_of_one_shar
 from holdfast.engine.state.store.saving import Item
 from holdfast.engine.train.exchange.tensor_bytes import memory_of
 
-
-# What stands beside the weights in a folder of Hugging Face: the configuration, the tokenizer, code.
+# Files of a model of Hugging Face without its weights: configuration, tokenizer, code.
 _BESIDE = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
 _NOT_BESIDE = (".index.json", "trainer_state.json")
 
@@ -29,8 +28,8 @@ def read_tensors(
 ) -> dict[str, torch.Tensor]:
     """Read all tensors of a checkpoint whose name contains `only`; no other is read.
 
-    `prefix`: their names begin with it. Raises Missing, Damaged, and UserError if they do not fit into the free memory, or for a dtype
-    that this PyTorch does not know.
+    `prefix`: their names begin with it. Raises Missing, Damaged, and UserError if they do not fit
+    into the free memory, or for a dtype that this PyTorch does not know.
     """
     tensors: dict[str, torch.Tensor] = {}
     parts: list[tuple[Entry, torch.Tensor]] = []
@@ -115,7 +114,7 @@ def write_folder(
 
 
 def cut_shards(tensors: dict[str, torch.Tensor], shard_bytes: int) -> list[list[str]]:
-    """Cut names of tensors, in their order, into shards of at most so many bytes, or one tensor."""
+    """Cut names of tensors, in their order, into shards of at most these bytes, or one tensor."""
     shards: list[list[str]] = []
     room = 0
     for name, tensor in tensors.items():

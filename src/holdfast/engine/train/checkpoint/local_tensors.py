@@ -33,7 +33,7 @@ def is_distributed(tensor: object) -> bool:
 
 
 def check_is_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that is made of several ones, such as torchao's quantized ones. UserError."""
+    """Refuse a tensor that is made of several, as torchao makes them. UserError."""
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(local_of(tensor)):
         raise UserError(
             f"{name} is of type {type(local_of(tensor)).__name__}, which consists of several "

@@ -239,7 +239,7 @@ def test_a_part_is_exported_and_imported(
 
 
 def original(folder: Path) -> str:
-    """Make a folder with what stands beside weights, and with what does not."""
+    """Make a folder with files to be copied, and with files of weights."""
     folder.mkdir()
     for name in ("config.json", "tokenizer.json", "merges.txt", "model.safetensors"):
         (folder / name).write_text(name)
