@@ -41,14 +41,27 @@ def follow_leader(job: Job) -> bool:
     return leads
 
 
+def use_half_precision(accelerator: accelerate.Accelerator) -> None:
+    """Use float16 and a scaler for fp16 on a CPU, too, where Accelerate computes in float32."""
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        handler = accelerator.scaler_handler
+        options = {} if handler is None else handler.to_kwargs()
+        accelerator.scaler = torch.amp.GradScaler("cpu", **options)
+        accelerator.native_amp = True
+
+
 class RecordedCalls:
     """Records the calls of a loop's body, to be made once the step is committed.
 
     It is protected: a worker without a batch in the last step of an epoch makes the calls of
-    earlier bodies.
+    earlier bodies. The gradients are those of the whole step by then, so all workers find the same
+    ones too large for float16, and leave out the same updates.
     """
 
     def __init__(self) -> None:
+        self.scaler: torch.amp.GradScaler | None = None
+        #: Optimizers, by number, whose last update was left out.
+        self.skipped: list[int] = []
         #: The parameters of all prepared models.
         self.parameters: list[torch.nn.Parameter] = []
         self.optimizers: list[Optimizer] = []
@@ -60,6 +73,7 @@ class RecordedCalls:
         self.norm = torch.tensor(float("nan"))
         self._calls: list[list[Any]] = []  # calls of the body under way
         self._done: list[list[Any]] = []  # in the last step
+        self._unscaled: list[int] = []  # optimizers whose gradients are
 
     def begin_step(self) -> None:
         """Begin a step, in which this worker may have no batch."""
@@ -85,8 +99,12 @@ class RecordedCalls:
                 "virtual ranks take the place of gradient accumulation"
             )
         self._done = self._calls
+        self.skipped.clear()
         for call in self._done:
             self._do(*call)
+        self._unscaled.clear()
+        if self.scaler is not None:
+            self.scaler.update()
 
     def places(self, parameters: Iterable[torch.nn.Parameter] | torch.Tensor) -> list[int]:
         """Return the places of parameters among all; UserError for one of no prepared model."""
@@ -102,27 +120,54 @@ class RecordedCalls:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the calls of the last step."""
-        return {"calls": [list(call) for call in self._done]}
+        return {"calls": [list(call) for call in self._done], "skipped": list(self.skipped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the job's."""
         self._done = [list(call) for call in state["calls"]]
+        self.skipped = list(state.get("skipped", ()))
 
     def _do(self, kind: str, *arguments: Any) -> None:
         match kind, arguments:
             case "step", (index,):
-                self.optimizers[index].step()
+                self._step(index)
             case "zero", (index,):
                 self.optimizers[index].zero_grad()
             case "schedule", (index,):
-                for _ in range(self.times):
-                    self.schedulers[index].step()
+                self._schedule(self.schedulers[index])
+            case "unscale", ():
+                self._unscale()
             case "norm", (places, most, norm_type):
+                self._unscale()
                 clipped = [self.parameters[place] for place in places]
                 self.norm = torch.nn.utils.clip_grad_norm_(clipped, most, norm_type)
             case "value", (places, most):
+                self._unscale()
                 clipped = [self.parameters[place] for place in places]
                 torch.nn.utils.clip_grad_value_(clipped, most)
+
+    def _step(self, index: int) -> None:
+        optimizer = self.optimizers[index]
+        if self.scaler is None:
+            optimizer.step()
+            return
+        self.scaler.step(optimizer)
+        if any(bool(found) for found in self.scaler._found_inf_per_device(optimizer).values()):
+            self.skipped.append(index)
+
+    def _schedule(self, scheduler: Any) -> None:
+        """Step a scheduler, unless the update of its optimizer was left out."""
+        owner = getattr(scheduler.optimizer, "optimizer", scheduler.optimizer)
+        if all(self.optimizers[index] is not owner for index in self.skipped):
+            for _ in range(self.times):
+                scheduler.step()
+
+    def _unscale(self) -> None:
+        """Divide the gradients by the scale, once in a step."""
+        for index, optimizer in enumerate(self.optimizers):
+            if self.scaler is not None and index not in self._unscaled:
+                self._unscaled.append(index)
+                self.scaler.unscale_(optimizer)
 
 
 class RecordedOptimizer(Optimizer):
@@ -288,12 +333,14 @@ class Accelerator(EachForItself):
                 "virtual ranks: these take the place of accumulation; start the job with "
                 f"--virtual {accumulated}, or give 1"
             )
-        if self.scaler is not None or self.distributed_type.value != "NO":
+        if self.fp8_enabled or self.distributed_type.value != "NO":
             raise UserError(
                 f"an Accelerator of {self.distributed_type} with mixed_precision="
-                f"{self.mixed_precision!r} does not work in a job: give 'no' or 'bf16', and no "
-                "DeepSpeed, FSDP or other plugin"
+                f"{self.mixed_precision!r} does not work in a job: give 'no', 'bf16' or 'fp16', "
+                "and no DeepSpeed, FSDP or other plugin"
             )
+        use_half_precision(self)
+        self._calls.scaler = self.scaler
 
     # ------------------------------------------------------------ what is prepared
 
@@ -324,7 +371,10 @@ class Accelerator(EachForItself):
         self._is_protected = True
         named: dict[str, list[Any]] = {"model": self._modules, "optimizer": self._calls.optimizers}
         named["scheduler"] = self._calls.schedulers
+        found: dict[str, Any]
         found = {f"{n}{i or ''}": each for n, all_ in named.items() for i, each in enumerate(all_)}
+        if self.scaler is not None:
+            found["scaler"] = self.scaler
         self.job.protect(**found, calls=self._calls)
 
     # ------------------------------------------------------------ the loop
@@ -358,7 +408,16 @@ class Accelerator(EachForItself):
                 "accelerator.backward was called outside of a training loop: give the loader to "
                 "accelerator.prepare, and call model.train() before the loop"
             )
-        self._step.backward(loss, weight=weight)
+        self._step.backward(loss, self.scaler, weight=weight)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Record that gradients are divided by the scale, as clipping does by itself."""
+        self._calls.add("unscale")
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Return whether the last step left out an update, as gradients were not finite."""
+        return bool(self._calls.skipped)
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2

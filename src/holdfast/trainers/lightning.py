@@ -74,6 +74,8 @@ class Strategy(SingleDeviceStrategy):
         configs = enumerate(self.lr_scheduler_configs)
         protected = {f"optimizer{i or ''}": each for i, each in enumerate(self.optimizers)}
         protected |= {f"scheduler{i or ''}": each.scheduler for i, each in configs}
+        if (scaler := trainer.scaler) is not None:
+            protected["scaler"] = scaler
         self.job.protect(model=module, **protected, trainer=self._kept)
         self._steps = self.job.steps(data, until=min(ends))
         # The first step is begun before Lightning's loops are: it brings the job's state.
@@ -152,9 +154,9 @@ class Strategy(SingleDeviceStrategy):
             raise UserError("backward takes a loss and nothing else in a job, in training_step")
         module, plugin = self.lightning_module, self.precision_plugin
         self.pre_backward(closure_loss)
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        last = True if self._round is None else self._is_last
-        self._step.backward(closure_loss, last=last)
+        scaled = plugin.pre_backward(closure_loss, module)
+        last, scaler = True if self._round is None else self._is_last, self._trainer.scaler
+        self._step.backward(scaled if scaler is None else closure_loss, scaler, last=last)
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -270,8 +272,6 @@ class Strategy(SingleDeviceStrategy):
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not work in a "
                 "job: its virtual ranks accumulate gradients; start it with more of them"
             )
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise UserError('precision="16-mixed" does not work in a job: give "bf16-mixed"')
         if trainer.reload_dataloaders_every_n_epochs:
             raise UserError("reload_dataloaders_every_n_epochs does not work in a job")
         if type(module).backward is not pl.LightningModule.backward:

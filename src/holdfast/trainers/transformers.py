@@ -28,7 +28,7 @@ try:
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
-    from holdfast.trainers.accelerate import follow_leader
+    from holdfast.trainers.accelerate import follow_leader, use_half_precision
 except ImportError:
     raise UserError(
         "holdfast.trainers.transformers needs the package transformers: "
@@ -65,6 +65,7 @@ class TrainerMixin:
             given.disable_tqdm = True  # a bar that a leader has begun cannot be taken over
         super().__init__(*args, **kwargs)
         _refuse(self.args, self.job.virtual_ranks)
+        use_half_precision(self.accelerator)
         self._kept = TrainerProgress(self)
         self._turn: tuple[Step, float | None]  # the step, and the items of the batch under way
         self._is_protected = False
@@ -107,9 +108,10 @@ class TrainerMixin:
         self.accelerator.backward = self._backward
         self._is_protected = True
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # as Accelerate wraps it
-        job.protect(
-            model=self.model, optimizer=optimizer, scheduler=self.lr_scheduler, trainer=self._kept
-        )
+        protected: dict[str, Any] = {"optimizer": optimizer, "scheduler": self.lr_scheduler}
+        if self.accelerator.scaler is not None:
+            protected["scaler"] = self.accelerator.scaler
+        job.protect(model=self.model, **protected, trainer=self._kept)
         job.begin_at(self.state.global_step)
         start, samples = time.time(), max_steps * args.train_batch_size * job.virtual_ranks
         for step in job.steps(data, until=max_steps):
@@ -156,7 +158,8 @@ class TrainerMixin:
         self.optimizer.step()
         self.control = call.on_optimizer_step(args, state, self.control)
         self._rate = self._get_learning_rate()
-        if not _waits_for_metrics(self.lr_scheduler):
+        skipped = self.accelerator.optimizer_step_was_skipped
+        if not skipped and not _waits_for_metrics(self.lr_scheduler):
             self.lr_scheduler.step()
         model.zero_grad()
         if args.logging_nan_inf_filter and not math.isfinite(step.loss):
@@ -190,10 +193,8 @@ class TrainerMixin:
 
     def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         step, items = self._turn
-        if items is None:
-            step.backward(loss)
-        else:
-            step.backward(loss * max(items, 1.0), weight=items)
+        share = loss if items is None else loss * max(items, 1.0)
+        step.backward(share, self.accelerator.scaler, weight=items)
 
     def _follow(self) -> None:
         leads = follow_leader(self.job)
@@ -234,16 +235,19 @@ class TrainerMixin:
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         better: bool = super()._determine_best_metric(metrics, trial)  # type: ignore[misc]
         if better and self.args.load_best_model_at_end:
+            is_peft = hasattr(self.model, "peft_config")  # then its base never changes
+            frozen = find_frozen(self.model, self.optimizer) if is_peft else ()
             self._kept.best = {
                 name: value.detach().cpu().clone()
                 for name, value in self.model.state_dict().items()
+                if name not in frozen
             }
         return better
 
     def _load_best_model(self) -> None:
         """Load the best parameters: from the job's state, which the loss of a disk cannot hurt."""
         if self._kept.best:
-            self.model.load_state_dict(self._kept.best)
+            self.model.load_state_dict(self._kept.best, strict=False)
         else:
             super()._load_best_model()  # type: ignore[misc]
 
@@ -290,6 +294,13 @@ class TrainerMixin:
                 break
 
 
+def find_frozen(model: torch.nn.Module, optimizer: Any) -> set[str]:
+    """Return the names of all parameters that the optimizer does not update."""
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in every if id(parameter) not in updated}
+
+
 def mark_newest(path: Path) -> None:
     """Give a checkpoint the latest time of all in its folder.
 
@@ -310,7 +321,7 @@ class TrainerProgress:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        #: The best parameters, for load_best_model_at_end.
+        #: The best parameters, without the base of a PEFT model, for load_best_model_at_end.
         self.best: dict[str, torch.Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -402,7 +413,6 @@ def _refuse(args: Any, virtual_ranks: int) -> None:
     reasons = {
         "deepspeed": "each worker holds the whole model",
         "fsdp": "each worker holds the whole model",
-        "fp16": "use bf16=True, which needs no scaler",
         "fp16_full_eval": "evaluate in the precision of training",
         "bf16_full_eval": "evaluate in the precision of training",
         "auto_find_batch_size": "the batch size is a part of the job",

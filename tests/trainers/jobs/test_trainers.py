@@ -32,6 +32,7 @@ ACCELERATE = [str(SCRIPTS / "accelerated.py"), "3"]
 EARLY = "stops early"
 STREAM = "stream"
 LOGGED = "logged"
+HALF = {f"{name} in half": name for name in ("accelerate", "transformers", "lightning")}
 JOBS = {
     "transformers": [*HUGGING, "--output", "OUT"],
     "llama": [*HUGGING, "--model", "llama"],
@@ -41,22 +42,31 @@ JOBS = {
     EARLY: [str(SCRIPTS / "stops_early.py"), "OUT"],
     STREAM: [str(SCRIPTS / "hugging_stream.py")],
     LOGGED: [str(SCRIPTS / "csv_logged.py"), "OUT"],
+    "lora": [str(SCRIPTS / "lora.py"), "plain", "12"],
+    "peft": [str(SCRIPTS / "lora.py"), "peft", "12"],
+    **{name: [str(SCRIPTS / "half.py"), trainer] for name, trainer in HALF.items()},
 }
 PACKAGES = {"llama": "transformers", "gan": "lightning", EARLY: "transformers", STREAM: "datasets"}
-PACKAGES[LOGGED] = "lightning"
+PACKAGES |= {LOGGED: "lightning", "lora": "torch", **HALF}
 
 
 def run(
-    path: Path, name: str, workers: int, faults: str = "", rejoin: str = "", more: tuple = ()
+    path: Path,
+    name: str,
+    workers: int,
+    faults: str = "",
+    rejoin: str = "",
+    more: tuple = (),
+    options: tuple = (),
 ) -> tuple[str, LocalRun]:
     """Run a job to its end; return its digest. The ledger must prove that all is well."""
     if importlib.util.find_spec(PACKAGES.get(name, name)) is None:
         pytest.skip(f"{PACKAGES.get(name, name)} is not installed")
     path.mkdir()
-    options = ["--nproc", str(workers), "--virtual", "4"]
+    options = ("--nproc", str(workers), "--virtual", "4", *options)
     if faults:
         (path / "faults").write_text(faults)
-        options += ["--faults", str(path / "faults")]
+        options += ("--faults", str(path / "faults"))
     script = [each.replace("OUT", str(path / "out")) for each in JOBS[name]]
     wrapped = [str(SCRIPTS / "rejoining.py"), rejoin] if rejoin else []
     with LocalRun(path / "run", options, [*wrapped, *script, *more]) as job:
@@ -92,6 +102,18 @@ def test_the_number_of_workers_deaths_and_joins_change_nothing(name: str, tmp_pa
     assert len(job.events("lost")) == 2
     assert not any("from step 0 again" in line for line in job.err)
     assert struck == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HALF)
+def test_the_scale_of_losses_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """The only worker is lost after updates were left out, and begins at the newest checkpoint."""
+    alone, _ = run(tmp_path / "alone", name, 1)
+    store = ("--store", str(tmp_path / "store"), "--save-every", "2")
+    faults = "worker 0 step 9 kill\n"
+    again, job = run(tmp_path / "again", name, 1, faults=faults, options=store)
+    assert any("from the checkpoint" in line for line in job.err), job.err
+    assert again == alone
 
 
 @pytest.mark.slow

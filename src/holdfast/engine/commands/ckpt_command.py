@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,13 +73,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("step", type=_step)
     sub.add_argument("other", type=_step)
     sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    sub = add("export", export, "write a checkpoint's tensors to a file of another format")
-    sub.add_argument("step", type=_step)
-    sub.add_argument("file", type=Path)
-    sub.add_argument("--format", choices=("safetensors", "torch", "dcp"), default="safetensors")
-    sub.add_argument(
-        "--only", default="", metavar="TEXT", help="only entries whose name contains TEXT"
-    )
+    _add_export(add("export", export, "write a checkpoint's tensors to a file of another format"))
     sub = add("import", import_file, "make a checkpoint of a safetensors file")
     sub.add_argument("file", type=Path)
     sub.add_argument("--step", type=_step, default=0, help="step of the new checkpoint (default 0)")
@@ -96,6 +91,43 @@ def parser() -> argparse.ArgumentParser:
         help="keep those younger than S seconds",
     )
     return found
+
+
+def _add_export(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("step", type=_step)
+    sub.add_argument("file", type=Path)
+    kinds = ("safetensors", "torch", "dcp", "huggingface")
+    sub.add_argument("--format", choices=kinds, default="safetensors")
+    sub.add_argument(
+        "--only", default="", metavar="TEXT", help="only entries whose name contains TEXT"
+    )
+    sub.add_argument(
+        "--prefix",
+        metavar="TEXT",
+        help="only entries whose name begins with TEXT, which is cut off "
+        "(default for huggingface: model.)",
+    )
+    sub.add_argument(
+        "--beside",
+        type=Path,
+        metavar="FOLDER",
+        help="for huggingface: has config.json and the tokenizer, to be copied",
+    )
+    sub.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="for huggingface: the largest file of weights, such as 200MB (default 5GB)",
+    )
+
+
+def _size_in_bytes(text: str) -> int:
+    """Read a size in the form of Hugging Face: a number of bytes, or of KB, MB, GB or TB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.strip().upper(), re.ASCII)
+    size = int(float(found[1]) * 1000 ** " KMGT".index(found[2] or " ")) if found else 0
+    if size < 1:
+        raise UserError(f"--max-shard-size {text!r} is no size: give one such as 200MB or 5GB")
+    return size
 
 
 def _step(text: str) -> int:
@@ -340,14 +372,23 @@ def collect(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    from holdfast.engine.train.checkpoint.formats import read_tensors, write_file
+    from holdfast.engine.train.checkpoint.formats import read_tensors, write_file, write_folder
 
+    is_folder, shard_bytes = options.format == "huggingface", _size_in_bytes(options.max_shard_size)
+    if is_folder and options.beside is None:
+        raise UserError("--format huggingface needs --beside FOLDER with the model's config.json")
+    prefix = options.prefix if options.prefix is not None else "model." if is_folder else ""
     store = _open(options)
     step = _manifest(store, options.step).step
-    tensors = read_tensors(store, step, options.only)
-    if not tensors:
-        raise UserError(f"no tensor of step {step} has {options.only!r} in its name")
-    write_file(tensors, options.file, options.format)
+    found = read_tensors(store, step, options.only, prefix)
+    if not found:
+        begin = f", and none begins with {prefix!r}" if prefix else ""
+        raise UserError(f"no tensor of step {step} has {options.only!r} in its name{begin}")
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    if is_folder:
+        write_folder(tensors, options.file, shard_bytes, options.beside)
+    else:
+        write_file(tensors, options.file, options.format)
     size = sum(t.nbytes for t in tensors.values())
     print_plain(f"{len(tensors)} tensors of {_size(size)} are in {options.file}")
     return 0

@@ -41,8 +41,11 @@ def join(*, seed: int | None = None) -> Job:
     """Become a worker of the job that launched this process; alone, a job of one worker.
 
     Seeds Python's, NumPy's and torch's generators from the job's seed, so that every worker builds
-    the same model. `seed` overrides the launcher's. Raises UserError on a broken environment.
+    the same model. `seed` overrides the launcher's. Raises UserError on a broken environment, or if
+    this process has joined its job already.
     """
+    if any(job._environment.channel_fd is not None for job in _jobs):
+        raise UserError("this process has joined its job already: call holdfast.join() once")
     environment = WorkerEnvironment.read(os.environ)
     keep_freed_memory(os.environ)
     job_seed = environment.spec.workers.seed if seed is None else seed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,18 @@ from holdfast.engine.state.store.manifest import Entry, Manifest, is_of_one_shar
 from holdfast.engine.state.store.saving import Item
 from holdfast.engine.train.exchange.tensor_bytes import memory_of
 
+# Files of a model of Hugging Face without its weights: configuration, tokenizer, code.
+_BESIDE = (".jinja", ".json", ".model", ".py", ".tiktoken", ".txt")
+_NOT_BESIDE = (".index.json", "trainer_state.json")
 
-def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, torch.Tensor]:
+
+def read_tensors(
+    store: Checkpoints, step: int, only: str = "", prefix: str = ""
+) -> dict[str, torch.Tensor]:
     """Read all tensors of a checkpoint whose name contains `only`; no other is read.
 
-    Raises Missing, Damaged, and UserError if they do not fit into the free memory, or for a dtype
-    that this PyTorch does not know.
+    `prefix`: their names begin with it. Raises Missing, Damaged, and UserError if they do not fit
+    into the free memory, or for a dtype that this PyTorch does not know.
     """
     tensors: dict[str, torch.Tensor] = {}
     parts: list[tuple[Entry, torch.Tensor]] = []
@@ -30,7 +38,10 @@ def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, tor
         chosen = [
             entry
             for entry in manifest.entries
-            if entry.dtype and only in entry.name and not is_of_one_shard(entry.name)
+            if entry.dtype
+            and only in entry.name
+            and entry.name.startswith(prefix)
+            and not is_of_one_shard(entry.name)
         ]
         check_room(_bytes_to_read(chosen), f"the checkpoint of step {step}")
         for entry in chosen:
@@ -66,6 +77,53 @@ def write_file(tensors: dict[str, torch.Tensor], file: Path, kind: str) -> None:
             library.torch.save_file(tensors, str(file))
     except failures as error:
         raise UserError(f"cannot write {file}: {first_line(error)}") from None
+
+
+def write_folder(
+    tensors: dict[str, torch.Tensor], folder: Path, shard_bytes: int, beside: Path
+) -> None:
+    """Write a folder that Hugging Face's `from_pretrained` loads.
+
+    A file of weights has at most `shard_bytes`, or one tensor. `beside`: a folder with the model's
+    config.json and tokenizer, which are copied. UserError.
+    """
+    library = _safetensors()
+    if not (beside / "config.json").is_file():
+        raise UserError(f"{beside} has no config.json: give the folder of the model's original")
+    shards = cut_shards(tensors, shard_bytes)
+    places: dict[str, str] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty: give a new folder")
+        for number, names in enumerate(shards, 1):
+            part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            file = f"model{part}.safetensors"
+            places |= dict.fromkeys(names, file)
+            shard = {name: tensors[name] for name in names}
+            library.torch.save_file(shard, str(folder / file), metadata={"format": "pt"})
+        if len(shards) > 1:
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            index = {"metadata": {"total_size": size}, "weight_map": places}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        for each in sorted(beside.iterdir()):
+            if each.name.endswith(_BESIDE) and not each.name.endswith(_NOT_BESIDE):
+                shutil.copyfile(each, folder / each.name)
+    except (OSError, library.SafetensorError) as error:
+        raise UserError(f"cannot write {folder}: {first_line(error)}") from None
+
+
+def cut_shards(tensors: dict[str, torch.Tensor], shard_bytes: int) -> list[list[str]]:
+    """Cut names of tensors, in their order, into shards of at most these bytes, or one tensor."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, tensor in tensors.items():
+        if not shards or tensor.nbytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= tensor.nbytes
+    return shards
 
 
 def read_file(file: Path) -> list[Item]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.engine.core.errors import StateMismatch, UserError
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 Placement = list[str]  # the name of a mesh, and a word for each of its dimensions
 
 
@@ -28,6 +30,16 @@ class Box:
 def is_distributed(tensor: object) -> bool:
     """Return whether a tensor is a DTensor, without importing DTensor's module."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def check_is_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that is made of several, as torchao makes them. UserError."""
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(local_of(tensor)):
+        raise UserError(
+            f"{name} is of type {type(local_of(tensor)).__name__}, which consists of several "
+            "tensors and cannot travel between workers: keep plain tensors in models and "
+            "optimizers, and quantize after training"
+        )
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from holdfast.engine.core.errors import StateMismatch, UserError, WireError, fir
 from holdfast.engine.train.checkpoint.local_tensors import (
     Box,
     box_of,
+    check_is_plain,
     cut_like,
     distributed,
     is_distributed,
@@ -303,6 +304,8 @@ def _encode(value: object, tensors: list[NamedTensor], path: str) -> list:
         return ["i", str(int(value))]
     if isinstance(value, float):
         return ["f", float(value).hex()]
+    if isinstance(value, torch.Tensor):
+        check_is_plain(path, value)
     if isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo:
         named = {"indices": value._indices(), "values": value._values()}
         parts = [_encode(part, tensors, f"{path}.{name}") for name, part in named.items()]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from holdfast.engine.train.checkpoint.local_tensors import local_of
+from holdfast.engine.train.checkpoint.local_tensors import check_is_plain, local_of
 from holdfast.engine.train.exchange.tensor_bytes import NUMPY_HAS, as_bytes, sum_of_bits
 from holdfast.engine.train.script.rank_states import RankStates
 from holdfast.engine.train.script.script_state import ScriptState
@@ -169,6 +169,7 @@ class Fingerprints:
                 for name in sorted(kept, key=str):
                     value = kept[name]
                     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                        check_is_plain(f"{name} of an optimizer", value)
                         yield value
 
 

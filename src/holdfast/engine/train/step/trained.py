@@ -140,6 +140,12 @@ class TrainedParameters:
         for name, param in every:
             if isinstance(param, nn.parameter.UninitializedParameter):
                 raise UserError(f"{name} has no shape yet: call the model once, before any step")
+            if param.requires_grad and param.is_floating_point() and param.itemsize == 1:
+                kind = str(param.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"{name} is trained in {kind}, in which gradients cannot be summed: keep it in "
+                    f"float32 or bfloat16, and cast to {kind} in the forward pass"
+                )
         self._planned = self._trained_names()
         return [(name, param) for name, param in every if param.requires_grad]
 

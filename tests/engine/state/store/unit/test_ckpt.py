@@ -212,6 +212,7 @@ def load_dcp(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+HUGGING = ["export", "STORE", "10", "x", "--format", "huggingface"]
 LOADERS = {"safetensors": safetensors.load_file, "torch": torch.load, "dcp": load_dcp}
 
 
@@ -235,6 +236,68 @@ def test_a_part_is_exported_and_imported(
     assert list(safetensors.load_file(file)) == ["model.low"]
     run(capsys, "import", store, str(file), "--step", "7")
     assert json.loads(run(capsys, "list", store, "--json"))[0]["step"] == 7
+
+
+def original(folder: Path) -> str:
+    """Make a folder with files to be copied, and with files of weights."""
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "merges.txt", "model.safetensors"):
+        (folder / name).write_text(name)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    return str(folder)
+
+
+def test_a_folder_of_hugging_face_has_shards_and_the_files_beside(
+    store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = ["export", store, "10", "--format", "huggingface"]
+    export += ["--beside", original(tmp_path / "from")]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run(capsys, *export, str(one))
+    beside = ["config.json", "merges.txt", "tokenizer.json"]
+    assert sorted(p.name for p in one.iterdir()) == sorted([*beside, "model.safetensors"])
+    run(capsys, *export, str(two), "--max-shard-size", "1KB")
+    index = json.loads((two / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in TENSORS.values())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert {p.name for p in two.iterdir()} == {*beside, *files, "model.safetensors.index.json"}
+    for folder, shards in ((one, ["model.safetensors"]), (two, files)):
+        found = {}
+        for file in shards:
+            found |= safetensors.load_file(folder / file)
+        assert {f"model.{name}": tensor.tolist() for name, tensor in found.items()} == {
+            name: tensor.tolist() for name, tensor in TENSORS.items()
+        }
+    assert {index["weight_map"][name] for name in ("low", "scalar", "none")} == {files[1]}
+
+
+@pytest.mark.slow
+def test_from_pretrained_loads_what_was_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    config.save_pretrained(tmp_path / "from")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "from")
+    weights = model.state_dict()
+    others = {"optimizer.state.0.exp_avg": torch.ones(3), "trainer.best.model.x": torch.ones(3)}
+    save(str(tmp_path / "store"), 7, {f"model.{n}": t for n, t in weights.items()} | others)
+    out = str(tmp_path / "out")
+    options = ["--beside", str(tmp_path / "from"), "--max-shard-size", "0.005MB"]
+    run(capsys, "export", str(tmp_path / "store"), "7", out, "--format", "huggingface", *options)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    found, problems = load(out, output_loading_info=True, local_files_only=True)
+    assert not any(problems.values()), problems
+    assert all(torch.equal(found.state_dict()[name], weights[name]) for name in weights)
+    assert transformers.AutoTokenizer.from_pretrained(out)("a b a")["input_ids"] == [0, 1, 0]
 
 
 def test_repair_of_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +329,11 @@ def test_gc(store: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["export", "STORE", "10", "/nowhere/x"], ["/nowhere/x"]),
         (["export", "STORE", "10", "/proc/none/x", "--format", "dcp"], ["/proc/none/x"]),
         (["export", "STORE", "10", "x", "--only", "zzz"], ["'zzz'"]),
+        (["export", "STORE", "10", "x", "--prefix", "zzz"], ["'zzz'"]),
+        ([*HUGGING], ["--beside"]),
+        ([*HUGGING, "--beside", "nowhere"], ["nowhere has no config.json"]),
+        ([*HUGGING, "--beside", "x", "--max-shard-size", "5XB"], ["5XB", "200MB"]),
+        ([*HUGGING, "--beside", "x", "--max-shard-size", "0"], ["'0'"]),
         (["import", "STORE", "STORE"], ["no safetensors file"]),
         (["import", "STORE", "x", "--step", "10"], ["step 10 already"]),
         (["list", "ec:4+2:a"], ["need 6 volumes"]),
