@@ -35,3 +35,18 @@ def test_activation_checkpoints_draw_the_same_dropout_again(
             last.append(finish(run))
     assert last == last[:1] * 3
     assert len(run.events("lost")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_a_loader_of_torchdata_gives_the_batches_of_pytorchs(
+    start: Start, faults: tuple[str, str]
+) -> None:
+    """The job's state has the place in the data, whatever state the loader has."""
+    pytest.importorskip("torchdata.stateful_dataloader")
+    last = []
+    for kind, nproc, options in (("torch", 1, ()), ("torchdata", 2, faults)):
+        with start(kind, nproc=nproc, script="stateful_loader.py", options=options) as run:
+            last.append(finish(run))
+    assert last == last[:1] * 2
+    assert len(run.events("lost")) == 2

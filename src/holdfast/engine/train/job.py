@@ -180,6 +180,11 @@ class Job(JobFacts):
         for name, value in objects.items():
             if name == PROTECTED_AS:
                 raise UserError(f"job.protect({name}=...): Holdfast uses that name; give another")
+            if isinstance(value, DataLoader):
+                raise UserError(
+                    f"job.protect({name}=...): leave the {type(value).__name__} out, and give it "
+                    "to job.batches: the place in the data is a part of the job's state already"
+                )
             for method in ("state_dict", "load_state_dict"):
                 if not callable(getattr(value, method, None)):
                     raise UserError(
