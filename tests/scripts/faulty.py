@@ -34,6 +34,8 @@ def main(mistake: str) -> None:
     model = nn.Linear(8, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     job.protect(model=model, optimizer=optimizer)
+    if mistake == "again":
+        holdfast.join()
     if mistake == "stateless":
         job.protect(thing=Stateless())
     samples = torch.zeros(0 if mistake == "empty" else 64, 8)

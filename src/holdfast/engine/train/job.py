@@ -41,9 +41,15 @@ def join(*, seed: int | None = None) -> Job:
     """Become a worker of the job that launched this process; alone, a job of one worker.
 
     Seeds Python's, NumPy's and torch's generators from the job's seed, so that every worker builds
-    the same model. `seed` overrides the launcher's. Raises UserError on a broken environment.
+    the same model. `seed` overrides the launcher's. Raises UserError on a broken environment,
+    and in a worker that has joined its job already.
     """
     environment = WorkerEnvironment.read(os.environ)
+    if _jobs and environment.run_dir is not None:
+        raise UserError(
+            "holdfast.join() was called a second time: a worker takes part in one job, so call it "
+            "once, and start one run for each job (for each one of Hydra's --multirun, too)"
+        )
     keep_freed_memory(os.environ)
     job_seed = environment.spec.workers.seed if seed is None else seed
     seed_generators(job_seed)

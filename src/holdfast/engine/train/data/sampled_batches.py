@@ -409,7 +409,7 @@ def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
     """Return whether an epoch is a permutation of all samples."""
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
     return (
         _is_stock(sampler, RandomSampler)
         and not sampler.replacement
