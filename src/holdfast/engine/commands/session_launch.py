@@ -39,7 +39,7 @@ def launch(
 
     `function` calls `holdfast.join()`. It reaches the workers as text, with the functions, classes,
     imports and plain values that it uses; `arguments` are its arguments by name, plain values as
-    well. `options`: the options of `holdfast run`, as in nproc=2, store="checkpoints", no_fork=True.
+    well. `options`: those of `holdfast run`: nproc=2, store="checkpoints", no_fork=True.
     The job's output is printed here. An interrupt ends the job, and so does the end of this
     process. Raises UserError for what cannot reach the workers, and if the job fails.
     """
