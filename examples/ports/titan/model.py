@@ -95,7 +95,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def warm_up_and_decay(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
-    """Let the rate rise for a tenth of the steps, and fall in a line for the rest."""
+    """Raise the rate for a tenth of the steps, and lower it in a line for the rest."""
     warmup = max(steps // 10, 1)
     return LambdaLR(optimizer, lambda at: min((at + 1) / warmup, (steps - at) / (steps - warmup)))
 

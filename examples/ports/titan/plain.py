@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 
 class Trainer:
-    """Holds what a spec has built, and trains it."""
+    """Trains what a spec has built."""
 
     def __init__(self, config):
         torch.manual_seed(0)

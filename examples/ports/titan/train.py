@@ -13,7 +13,7 @@ import holdfast
 
 
 class Trainer:
-    """Holds what a spec has built, and trains it."""
+    """Trains what a spec has built."""
 
     def __init__(self, config):
         self.job = holdfast.join()

@@ -94,8 +94,14 @@ def test_hydra_changes_the_folder_through_a_kill_and_a_resume(hydra_app: str) ->
     Path("faults.txt").write_text("worker 1 step 3 kill\n")
     options = ["--nproc", "2", "--virtual", "4", "--store", "kept", "--save-every", "2"]
     with LocalRun(Path("run"), [*options, "--faults", "faults.txt"], [hydra_app, "hold=7"]) as run:
-        kept = Path("kept")
-        run.until(lambda: any(has_checkpoint(kept, n) for n in (6, 7)), RUN_S, "a checkpoint")
+        run.until(
+            lambda: (
+                run.status()["step"] >= 6
+                and any(has_checkpoint(Path("kept"), step) for step in range(2, 9))
+            ),
+            RUN_S,
+            "a checkpoint, and steps after the death",
+        )
         run.signal(signal.SIGKILL)
         run.wait(RUN_S)
         until(lambda: not run.leftovers(), "the end of all processes")
