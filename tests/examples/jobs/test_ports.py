@@ -40,7 +40,7 @@ LONGER = {
     "sam": ["--epochs", "100"],
     "siamese": ["--epochs", "10"],
     "time_sequence": ["--steps", "8"],
-    "titan": ["--steps", "150"],
+    "titan": ["--steps", "100"],
 }
 OPTIONS = {"titan": ["--procs-per-worker", "2"]}
 NAMES = sorted(LONGER)  # the three others are run by test_examples.py
