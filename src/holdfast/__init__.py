@@ -32,6 +32,7 @@ from holdfast.old_paths import install
 if TYPE_CHECKING:
     from holdfast import tables
     from holdfast import tables as servers
+    from holdfast.engine.commands.session_launch import Launched, launch
     from holdfast.engine.state.store.data_index import VerifiedFiles
     from holdfast.engine.train.job import Batches, Epoch, Job, RankState, Step, Stream, Task, join
 
@@ -41,6 +42,7 @@ __all__ = [
     "HoldfastError",
     "InvariantError",
     "Job",
+    "Launched",
     "RankState",
     "StateMismatch",
     "Step",
@@ -50,6 +52,7 @@ __all__ = [
     "VerifiedFiles",
     "WorldError",
     "join",
+    "launch",
     "servers",
     "tables",
 ]
@@ -71,4 +74,6 @@ def __getattr__(name: str) -> Any:
         from holdfast.engine.state.store.data_index import VerifiedFiles
 
         return VerifiedFiles
+    if name in ("Launched", "launch"):
+        return getattr(import_module("holdfast.engine.commands.session_launch"), name)
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -182,6 +182,7 @@ def test_the_public_surface() -> None:
         "HoldfastError",
         "InvariantError",
         "Job",
+        "Launched",
         "RankState",
         "StateMismatch",
         "Step",
@@ -191,6 +192,7 @@ def test_the_public_surface() -> None:
         "VerifiedFiles",
         "WorldError",
         "join",
+        "launch",
         "servers",
         "tables",
     ]

@@ -29,6 +29,7 @@ HABITS = {
     "gcn": "the whole graph in each step, a sparse matrix",
     "mixed_precision": "autocast, GradScaler, accumulation, clipping, a warm-up",
     "knowledge_tracing": "padding, ReduceLROnPlateau, early stopping, the best weights put back",
+    "titan": "a trainer for specs, layers sharded by FSDP2, accumulation, clipping, checkpoints",
     "moco": "an averaged teacher, a queue of keys from all tasks",
     "ppo": "environments that go on, rollouts that are used four times, a running average",
     "word_lm": "a hidden state that goes on from batch to batch, columns of a text",

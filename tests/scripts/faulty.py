@@ -34,7 +34,7 @@ def main(mistake: str) -> None:
     model = nn.Linear(8, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     job.protect(model=model, optimizer=optimizer)
-    if mistake == "join twice":
+    if mistake == "again":
         holdfast.join()
     if mistake == "stateless":
         job.protect(thing=Stateless())

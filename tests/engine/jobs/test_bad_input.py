@@ -188,8 +188,8 @@ def test_an_agent_tries_for_a_while_where_no_coordinator_answers(tmp_path: Path)
     [
         ("stateless", ["thing", "Stateless", "state_dict"]),
         ("empty", ["length 0"]),
+        pytest.param("again", ["start one run for each job"], marks=pytest.mark.slow),
         ("no-backward", ["step.backward"]),
-        ("join twice", ["has joined its job already"]),
         pytest.param("twice", ["call it once for each batch"], marks=pytest.mark.slow),
         pytest.param("other-model", ["model.weight is [7, 8]", "[8, 8]"], marks=pytest.mark.slow),
         pytest.param(

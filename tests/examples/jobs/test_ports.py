@@ -26,6 +26,7 @@ ARGS = {
     "sam": ["--epochs", "2", "--samples", "64", "--batch-size", "4"],
     "siamese": ["--epochs", "2", "--images", "64", "--batch-size", "4"],
     "time_sequence": ["--steps", "1", "--waves", "8", "--length", "8"],
+    "titan": ["--steps", "4", "--print-every", "4"],
     "word_lm": ["--epochs", "1", "--words", "2000", "--width", "16", "--columns", "2"],
 }
 LONGER = {
@@ -39,7 +40,9 @@ LONGER = {
     "sam": ["--epochs", "100"],
     "siamese": ["--epochs", "10"],
     "time_sequence": ["--steps", "8"],
+    "titan": ["--steps", "100"],
 }
+OPTIONS = {"titan": ["--procs-per-worker", "2"]}
 NAMES = sorted(LONGER)  # the three others are run by test_examples.py
 # One process runs them all, since importing torch takes longer than all of them.
 ALL = """
@@ -84,7 +87,7 @@ def test_a_port_ends_with_the_same_bits_on_any_workers_and_after_a_death(
         ("three", 3, []),
         ("killed", 3, disturbed),
     ):
-        flags = ["--nproc", str(workers), "--virtual", "4", *options]
+        flags = ["--nproc", str(workers), "--virtual", "4", *options, *OPTIONS.get(name, [])]
         with LocalRun(tmp_path / run_name, flags, [path_of(name), *LONGER[name]]) as run:
             digests.append(finish(run))
     assert re.fullmatch("[0-9a-f]{64}", digests[0])

@@ -80,8 +80,8 @@ def become(argv: list[str]) -> None:
 
 
 def run(script: str) -> None:
-    """Run the script in this process."""
+    """Run the script in this process. Its file has its whole path, as python itself gives it."""
     if module := name_of_module(script):
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(os.path.abspath(script), run_name="__main__")

@@ -49,7 +49,12 @@ from holdfast.engine.train.exchange.gpu_transport import (
 )
 from holdfast.engine.train.exchange.seam import Transport
 from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
-from holdfast.engine.train.process_settings import advice, check_torch, prepare_scalers
+from holdfast.engine.train.process_settings import (
+    advice,
+    check_torch,
+    prepare_scalers,
+    write_kernels_whole,
+)
 from holdfast.engine.train.script.environment import WorkerEnvironment, kind_of_processor
 from holdfast.engine.train.script.ledger_recorder import LedgerRecorder
 from holdfast.engine.train.script.optimizer_watch import OptimizerWatch
@@ -399,6 +404,7 @@ def _check_process(
     is_joined = control.inner is not None
     check_torch(modules, trained, me.spec.workers.procs, is_joined=is_joined, post=driver.post)
     prepare_scalers()
+    write_kernels_whole()
 
 
 def _guard(

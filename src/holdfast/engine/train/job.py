@@ -41,12 +41,15 @@ def join(*, seed: int | None = None) -> Job:
     """Become a worker of the job that launched this process; alone, a job of one worker.
 
     Seeds Python's, NumPy's and torch's generators from the job's seed, so that every worker builds
-    the same model. `seed` overrides the launcher's. Raises UserError on a broken environment, or if
-    this process has joined its job already.
+    the same model. `seed` overrides the launcher's. Raises UserError on a broken environment,
+    and in a worker that has joined its job already.
     """
-    if any(job._environment.channel_fd is not None for job in _jobs):
-        raise UserError("this process has joined its job already: call holdfast.join() once")
     environment = WorkerEnvironment.read(os.environ)
+    if _jobs and environment.run_dir is not None:
+        raise UserError(
+            "holdfast.join() was called a second time: a worker takes part in one job, so call it "
+            "once, and start one run for each job (for each one of Hydra's --multirun, too)"
+        )
     keep_freed_memory(os.environ)
     job_seed = environment.spec.workers.seed if seed is None else seed
     seed_generators(job_seed)
@@ -183,6 +186,11 @@ class Job(JobFacts):
         for name, value in objects.items():
             if name == PROTECTED_AS:
                 raise UserError(f"job.protect({name}=...): Holdfast uses that name; give another")
+            if isinstance(value, DataLoader):
+                raise UserError(
+                    f"job.protect({name}=...): leave the {type(value).__name__} out, and give it "
+                    "to job.batches: the place in the data is a part of the job's state already"
+                )
             for method in ("state_dict", "load_state_dict"):
                 if not callable(getattr(value, method, None)):
                     raise UserError(

@@ -6,12 +6,14 @@ again in the next: thousands of page faults a step. The memory kept here never e
 peak.
 
 A compiled model may have kernels that depend on the batches that a process has seen before; it
-gets a warning.
+gets a warning. Its kernels are kept in files, which stay whole if this process is killed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -92,6 +94,31 @@ def prepare_scalers() -> None:
     its scaler in any object.
     """
     setattr(torch.amp.GradScaler, _check_scale.__name__, _make_scale_first)
+
+
+def write_kernels_whole() -> None:
+    """Make torch.compile put a C++ kernel into its cache when the kernel is whole.
+
+    The compiler writes to the place where all processes look for the kernel, now and in later jobs.
+    If a worker is killed while it compiles, they would find a part of the kernel there, and fail.
+    """
+    builder: Any = getattr(sys.modules.get("torch._inductor.cpp_builder"), "CppBuilder", None)
+    if builder is not None and not hasattr(builder.build, "__wrapped__"):
+        builder.build = _build_apart(builder.build)
+
+
+def _build_apart(build: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(build)
+    def build_apart(builder: Any) -> None:
+        target, before = builder.get_target_file_path(), dict(vars(builder))
+        for name in ("_output", "_target_file"):  # releases of torch make the command of either
+            if name in before:
+                setattr(builder, name, before[name].replace(target, f"{target}.part"))
+        build(builder)
+        vars(builder).update(before)
+        os.replace(f"{target}.part", target)
+
+    return build_apart
 
 
 def advice(modules: Mapping[str, nn.Module]) -> str:

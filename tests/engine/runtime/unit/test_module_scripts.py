@@ -34,6 +34,15 @@ if job.is_leader:
 """
 
 
+FAR = """
+import os
+
+os.chdir("/")
+print(os.path.abspath(__file__))
+print(os.path.abspath((lambda: 0).__code__.co_filename))
+"""
+
+
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     (tmp_path / "models").mkdir()
@@ -56,6 +65,16 @@ def test_a_module_is_run_as_by_python(package: Path, options: tuple[str, ...]) -
     )
     assert done.returncode == 0, done.stderr
     assert "argv ['--rate', '1'] __main__ models True" in done.stdout
+
+
+def test_a_script_finds_its_files_from_another_folder(tmp_path: Path) -> None:
+    """Its own path is whole, as it is where python runs the script."""
+    (tmp_path / "train.py").write_text(FAR)
+    command = [sys.executable, "-m", "holdfast.cli.main", "run", "--nproc", "1", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=RUN_S
+    )
+    assert done.stdout.splitlines() == [str(tmp_path / "train.py")] * 2, done.stderr
 
 
 def test_a_modules_source_is_found_without_importing_it(package: Path) -> None:

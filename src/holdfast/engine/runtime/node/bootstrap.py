@@ -39,6 +39,7 @@ from holdfast.engine.runtime.node.shard_processes import (
 MODULE = "holdfast.engine.runtime.node.bootstrap"
 CHAIN_MAX = 16  # limit for the exceptions between an error and its first cause
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by PyTorch as it allocates for the first time
+HYDRA_RAISES = "HYDRA_FULL_ERROR"  # else Hydra prints an error itself, and ends with status 1
 PACKAGE = os.path.join(Path(__file__).parents[3], "")
 SCRIPTS = (os.path.join(PACKAGE, "engine/faults", ""), os.path.join(PACKAGE, "lab/check", ""))
 DISTURBED = os.path.join(SCRIPTS[0], "disturbed.py")  # runs the script, too
@@ -48,6 +49,7 @@ LOADERS = {__file__, user_script.__file__, runpy.__file__, pkgutil.__file__, DIS
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0, the script's own, or 1 after an exception."""
     failure_fd, together = attach(), None
+    os.environ.setdefault(HYDRA_RAISES, "1")
     user_script.become(argv)
     if int(os.environ.get("HOLDFAST_PROCS", "1")) > 1:
         together = make_shards(failure_fd)

@@ -47,6 +47,7 @@ from holdfast.engine.train.data.sources import ReadData
 
 EPOCH_SAMPLES_MAX = 1 << 28
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_TWINS = "torchdata.stateful_dataloader.sampler"  # of PyTorch's samplers, with a state
 ORDERS_MAX = 2  # the orders of the present epoch, and of the next as batches are loaded ahead
 
 
@@ -376,8 +377,14 @@ def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
             "this DataLoader's batches come from a NoneType: give job.batches one with batch_size= "
             "or batch_sampler="
         )
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise UserError(
+            f"this {type(loader).__name__} has loaded the place of another run, which job.batches "
+            "does not use: leave its load_state_dict() out, as the job's own state and checkpoints "
+            "hold the place in the data"
+        )
     check_sampler(loader.batch_sampler)
-    plain = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
+    plain = _is_stock(loader.batch_sampler, BatchSampler) and loader.batch_size is not None
     shuffles = plain and _shuffles(loader)
     _warn_of_unused(loader)
     options: dict[str, Any] = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
@@ -401,12 +408,19 @@ def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
     """Return whether an epoch is a permutation of all samples."""
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
     return (
-        type(sampler) is RandomSampler
+        _is_stock(sampler, RandomSampler)
         and not sampler.replacement
         and sampler.num_samples == dataset_length(loader.dataset)
     )
+
+
+def _is_stock(sampler: Any, kind: type) -> bool:
+    """Return whether a sampler is PyTorch's own one of this kind, or torchdata's twin of it."""
+    found = type(sampler)
+    twin = (found.__module__, found.__name__) == (_TWINS, kind.__name__)
+    return found is kind or twin
 
 
 def _warn_of_unused(loader: DataLoader[Any]) -> None:

@@ -72,6 +72,30 @@ def test_a_loader_that_has_no_counterpart_is_told(make: Any, words: str) -> None
     assert results(script, 1) == [True]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_with_a_state_is_read_like_any_other() -> None:
+    """Its own place counts neither in the job's state nor where the job begins."""
+    kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def script(job: Job, me: ThreadWorker) -> Any:
+        begun = kind(dataset(), batch_size=3, shuffle=True)
+        for shuffle in (True, False):
+            stateful, plain = (
+                each(dataset(), batch_size=3, shuffle=shuffle) for each in (kind, DataLoader)
+            )
+            assert job.batches(stateful).plan == job.batches(plain).plan
+        next(iter(begun))
+        state = begun.state_dict()
+        begun.load_state_dict(state)
+        with pytest.raises(UserError, match=r"leave its load_state_dict\(\) out"):
+            job.batches(begun)
+        with pytest.raises(UserError, match="leave the StatefulDataLoader out, and give it to job"):
+            job.protect(loader=stateful)
+        return True
+
+    assert results(script, 1) == [True]
+
+
 class Shards:
     """Shards of different lengths, whose samples also depend on a keyed generator."""
 

@@ -1,0 +1,49 @@
+"""Train by a spec, with sharded layers, accumulation and checkpoints, in one process."""
+
+import torch
+import torch.distributed as dist
+from model import SPECS, Checkpoints, batches_of, digest, parse_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+
+class Trainer:
+    """Trains what a spec has built."""
+
+    def __init__(self, config):
+        torch.manual_seed(0)
+        self.config, self.spec = config, SPECS[config.spec]
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.model = self.spec.parallelize(self.spec.build_model(), self.mesh)
+        self.optimizer = self.spec.build_optimizer(self.model)
+        self.scheduler = self.spec.build_scheduler(self.optimizer, config.steps)
+        self.loader = DataLoader(self.spec.build_dataset(), config.batch_size, shuffle=True)
+        self.checkpoints = Checkpoints(config, self)
+
+    def train_step(self, batches):
+        self.optimizer.zero_grad()
+        total = 0.0
+        for _ in range(self.config.accumulate):
+            words, following = next(batches)
+            loss = self.spec.loss(self.model(words), following) / self.config.accumulate
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        return total, norm
+
+    def train(self):
+        begin, batches = self.checkpoints.load(), batches_of(self.loader)
+        for step in range(begin + 1, self.config.steps + 1):
+            loss, norm = self.train_step(batches)
+            self.checkpoints.save(step)
+            if step % self.config.print_every == 0:
+                print(f"step {step}: loss {loss:.4f}, norm {norm.full_tensor():.4f}")
+        print(digest(self.model))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    Trainer(parse_config()).train()
+    dist.destroy_process_group()
