@@ -132,6 +132,8 @@ def parser() -> argparse.ArgumentParser:
         help="with --follow: go on also without a coordinator, until the run is resumed",
     )
     found.add_argument("--kind", metavar="KIND", help="only events of this kind")
-    found.add_argument("--json", action="store_true", help="print each line as JSON, with its time also in ISO 8601 (utc)")
+    found.add_argument(
+        "--json", action="store_true", help="print JSON lines, with times also in ISO 8601 (utc)"
+    )
     add_tls(found)
     return found
