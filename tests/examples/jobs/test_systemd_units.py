@@ -48,9 +48,7 @@ def make_start(folder: Path, store: Path, gate: Path) -> dict[str, str]:
     """Return the environment that systemd would give to the unit's commands."""
     bin_ = folder / "bin"
     bin_.mkdir()
-    (bin_ / "holdfast").write_text(
-        f'#!/bin/sh\nexec {sys.executable} -m holdfast.cli.main "$@"\n'
-    )
+    (bin_ / "holdfast").write_text(f'#!/bin/sh\nexec {sys.executable} -m holdfast.cli.main "$@"\n')
     (bin_ / "holdfast").chmod(0o755)
     script = f"{SCRIPTS / 'trainer.py'} --steps 20 --hold 9 {gate}"
     return {
