@@ -21,10 +21,15 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Marks a place on the horizontal axis, with a text that is shown next to the pointer."""
+    """Marks a place on the horizontal axis, with a text that is shown next to the pointer.
+
+    `name`: the mark's own in the page. `target`: the name of a part of the page, to link to.
+    """
 
     at: float
     text: str
+    name: str = ""
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ def draw_line(
             continue
         pieces.append(f"{pen}{place.x(x):.1f} {place.y(y):.1f}")
         pen = "L"
-    lines = [_mark(place.x(m.at), height, m.text) for m in marks if min(xs) <= m.at <= max(xs)]
+    lines = [_mark(place.x(m.at), height, m) for m in marks if min(xs) <= m.at <= max(xs)]
     path = f'<path class="line" d="{" ".join(pieces)}"/>'
     return _svg(height, [*place.axes(label), *lines, path], label)
 
@@ -121,7 +126,7 @@ def draw_lanes(
                 f'height="{row * 0.82:.1f}"><title>{escape_html(name)}: {kind}, '
                 f"{ended - began:.2f} s from {began:.2f} s on</title></rect>"
             )
-    shapes += [_mark(place.x(mark.at), height - 32, mark.text) for mark in marks]
+    shapes += [_mark(place.x(mark.at), height - 32, mark) for mark in marks]
     return _svg(height, shapes, label)
 
 
@@ -140,11 +145,13 @@ def _merge(bands: Sequence[Band], least: float) -> list[tuple[str, float, float]
     return found
 
 
-def _mark(x: float, height: float, text: str) -> str:
-    return (
-        f'<g class="mark"><line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height:.1f}"/>'
-        f'<circle cx="{x:.1f}" cy="5" r="5"/><title>{escape_html(text)}</title></g>'
+def _mark(x: float, height: float, mark: Mark) -> str:
+    name = f' id="{escape_html(mark.name)}"' if mark.name else ""
+    shape = (
+        f'<g class="mark"{name}><line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height:.1f}"/>'
+        f'<circle cx="{x:.1f}" cy="5" r="5"/><title>{escape_html(mark.text)}</title></g>'
     )
+    return f'<a href="#{escape_html(mark.target)}">{shape}</a>' if mark.target else shape
 
 
 def _svg(height: float, shapes: Sequence[str], label: str) -> str:

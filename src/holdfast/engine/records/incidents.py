@@ -261,11 +261,15 @@ def describe_cost(incident: Incident) -> str:
     return ", ".join(parts)
 
 
-def tell_story(incident: Incident) -> list[str]:
-    """Return the incident as lines: its events, its cost, the cause, the fault, and advice."""
+def tell_story(incident: Incident, last_words: Sequence[str] = ()) -> list[str]:
+    """Return the incident as lines: its events, its cost, the cause, the fault, and advice.
+
+    `last_words`: lines on what lost workers printed last.
+    """
     return [
         f"Incident {incident.name}: {incident.title}.",
         *list_events(incident),
+        *last_words,
         f"Cost: {describe_cost(incident)}.",
         *incident.diagnosis.lines(),
     ]

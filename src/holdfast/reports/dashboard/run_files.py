@@ -27,6 +27,7 @@ from holdfast.engine.records.incidents import (
     list_events,
     list_incidents,
 )
+from holdfast.engine.records.last_words import find_last_words
 from holdfast.engine.records.ledger import LEDGER_DIR, DoubtLine, StepLine, Uses, decode_line
 from holdfast.engine.records.run_tail import RunTail
 from holdfast.engine.records.time_lines import ProcessTimes, read_times
@@ -61,6 +62,7 @@ class RunFiles:
         self._loss = LossSeries(run_dir.path)
         self._times_next = 0.0  # monotonic
         self._times_mark: tuple[object, ...] = ()
+        self._last_words: dict[tuple[str, int], list[str]] = {}  # by incident and its length
 
     def read_run(self, spec: JobSpec) -> Topics:
         """Return the facts of the run that have one value."""
@@ -140,11 +142,22 @@ class RunFiles:
         seconds = {cost.incident.name: cost for cost in costs}
         incidents = list_incidents(self._tail.events)
         shown = incidents[-INCIDENTS_MAX:]
-        items = [describe_incident(each, seconds.get(each.name)) for each in shown]
+        known = self._last_words
+        keys = {(each.name, len(each.events)): each for each in shown}
+        self._last_words = {
+            key: known[key] if key in known else find_last_words(self._run_dir.path, each)
+            for key, each in keys.items()
+        }
+        items = [
+            describe_incident(each, seconds.get(each.name), self._last_words[key])
+            for key, each in keys.items()
+        ]
         return {"incidents": {"total": len(incidents), "items": items}}
 
 
-def describe_incident(incident: Incident, cost: IncidentCost | None) -> dict[str, Any]:
+def describe_incident(
+    incident: Incident, cost: IncidentCost | None, last_words: Sequence[str]
+) -> dict[str, Any]:
     """Return an incident for the page. `seconds`: of workers' time; None: not known."""
     steps = [e["step"] for e in incident.events if isinstance(e.get("step"), int)]
     return {
@@ -157,7 +170,7 @@ def describe_incident(incident: Incident, cost: IncidentCost | None) -> dict[str
         "cost": describe_cost(incident),
         "pause_s": incident.cost.get("pause_s"),
         "worker_s": cost.seconds if cost is not None else None,
-        "story": [*list_events(incident), *incident.diagnosis.lines()],
+        "story": [*list_events(incident), *last_words, *incident.diagnosis.lines()],
     }
 
 

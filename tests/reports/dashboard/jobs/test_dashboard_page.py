@@ -69,6 +69,19 @@ def lose_the_coordinator(browser: Chromium, run: LocalRun) -> None:
     assert run.status()["coordinator"]["pid"] != pid
 
 
+def go_from_an_incident_to_its_mark_and_back(browser: Chromium) -> None:
+    details = "document.querySelector('#incidents details')"
+    tip = "document.querySelector('#loss .tip')"
+    browser.run(f"{details}.open = true")
+    until_text(browser, "incidents", "  | line 299")
+    click(browser, "#incidents details button")
+    browser.until(f"!{tip}.hidden && {tip}.textContent.includes('was lost')", LIMIT_S)
+    browser.run(f"{details}.open = false")
+    browser.run("document.querySelector('#loss canvas').focus()")
+    browser.press("Enter")
+    assert browser.run(f"{details}.open && document.activeElement.parentElement === {details}")
+
+
 def test_a_page_follows_a_run_through_faults(start: Start, browser: Chromium) -> None:
     words = ("--steps", "100000", "--task-s", "0.02")
     with (
@@ -121,6 +134,7 @@ def test_a_page_shows_a_crashed_run(browser: Chromium, tmp_path: Path) -> None:
         assert text_of(browser, "script") == SCRIPT
         assert not browser.run("document.querySelector('img')")
         assert text_of(browser, "legend") == "not known 2"
+        go_from_an_incident_to_its_mark_and_back(browser)
         for width, dark in ((360, False), (1280, True)):
             browser.resize(width, 800, dark=dark)
             assert browser.run("document.documentElement.scrollWidth") == width
