@@ -15,6 +15,7 @@ WIDTH = 960.0
 LEFT = 64.0  # for the labels of the vertical axis
 RIGHT = 12.0
 POINTS_MAX = 1200
+COLOURS = 4  # of lines beside the first one
 
 Point = tuple[float, float]
 
@@ -72,11 +73,31 @@ def draw_line(
     height: float = 240.0,
 ) -> str:
     """Draw a line through the finite points; the rest leave gaps. `label`: the name of x."""
-    finite = [p for p in points if math.isfinite(p[1])]
+    return draw_lines({"": points}, marks, label=label, height=height)
+
+
+def draw_lines(
+    lines: Mapping[str, Sequence[Point]],
+    marks: Sequence[Mark],
+    *,
+    label: str,
+    height: float = 240.0,
+) -> str:
+    """Draw several lines by their names; the first one is bold."""
+    finite = [p for points in lines.values() for p in points if math.isfinite(p[1])]
     if not finite:
         return "<p>Nothing to draw.</p>"
     xs, ys = [p[0] for p in finite], [p[1] for p in finite]
     place = _Frame(min(xs), max(xs), min(ys), max(ys), height)
+    shapes = [_mark(place.x(m.at), height, m) for m in marks if min(xs) <= m.at <= max(xs)]
+    for number, (name, points) in enumerate(lines.items()):
+        title = f"<title>{escape_html(name)}</title>" if name else ""
+        kind = f"line more{number % COLOURS}" if number else "line"
+        shapes.append(f'<path class="{kind}" d="{_trace(place, points)}">{title}</path>')
+    return _svg(height, [*place.axes(label), *shapes], label)
+
+
+def _trace(place: _Frame, points: Sequence[Point]) -> str:
     pieces: list[str] = []
     pen = "M"
     for x, y in thin_points(points):
@@ -85,9 +106,7 @@ def draw_line(
             continue
         pieces.append(f"{pen}{place.x(x):.1f} {place.y(y):.1f}")
         pen = "L"
-    lines = [_mark(place.x(m.at), height, m) for m in marks if min(xs) <= m.at <= max(xs)]
-    path = f'<path class="line" d="{" ".join(pieces)}"/>'
-    return _svg(height, [*place.axes(label), *lines, path], label)
+    return " ".join(pieces)
 
 
 def draw_bars(bars: Sequence[tuple[str, float, str]], *, label: str, height: float = 180.0) -> str:

@@ -34,9 +34,11 @@ from holdfast.engine.records.summary import (
     summarize,
 )
 from holdfast.engine.records.time_lines import class_seconds
+from holdfast.engine.records.usage_lines import NodeUsage, read_all_usage
 from holdfast.engine.runtime.contact import job_status
 from holdfast.engine.runtime.rundir import RunDir, read_goodput
 from holdfast.reports.charts import Band, Mark, draw_bars, draw_lanes, draw_line
+from holdfast.reports.usage_charts import draw_usage
 
 _COLOURS = {  # light, dark
     Part.PRODUCTIVE: ("#2a7f4f", "#4fb37a"),
@@ -120,6 +122,7 @@ class RunFacts:
     goodput: Goodput
     losses: Mapping[int, float]
     last_words: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    usage: Sequence[NodeUsage] = ()
 
 
 def write_page(facts: RunFacts) -> str:
@@ -131,6 +134,7 @@ def write_page(facts: RunFacts) -> str:
         f'<p class="dim">{escape_html(_headline(facts))}</p>',
         _tiles(facts),
         *charts,
+        *_usage(facts),
         *_steps(facts.goodput),
         *_incidents(facts, "".join(charts)),
         *_workers(facts.goodput),
@@ -229,6 +233,15 @@ def _lanes(goodput: Goodput) -> list[str]:
     return ["<h2>Workers</h2>", f'<p class="dim">{legend}</p>', chart]
 
 
+def _usage(facts: RunFacts) -> list[str]:
+    began = facts.goodput.began
+    marks = [
+        Mark(i.began_at - began, i.title, target=f"incident-{i.name}")
+        for i in (cost.incident for cost in facts.goodput.costs)
+    ]
+    return draw_usage(facts.usage, marks, began)
+
+
 def _steps(goodput: Goodput) -> list[str]:
     counts = goodput.step_counts
     if not counts:
@@ -315,6 +328,7 @@ def write_report(run_dir: RunDir, path: Path) -> Goodput:
             cost.incident.name: find_last_words(run_dir.path, cost.incident)
             for cost in goodput.costs
         },
+        usage=read_all_usage(run_dir.path),
     )
     try:
         path.write_text(write_page(facts), encoding="utf-8")

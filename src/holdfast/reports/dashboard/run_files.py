@@ -31,6 +31,7 @@ from holdfast.engine.records.last_words import find_last_words
 from holdfast.engine.records.ledger import LEDGER_DIR, DoubtLine, StepLine, Uses, decode_line
 from holdfast.engine.records.run_tail import RunTail
 from holdfast.engine.records.time_lines import ProcessTimes, read_times
+from holdfast.engine.records.usage_lines import list_nodes, read_usage
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.reports.charts import thin_points
 
@@ -46,6 +47,7 @@ TROUBLES = frozenset(
 )
 Topics = dict[str, Any]
 POINTS_MAX = 1500
+USAGE_POINTS = 400  # of each curve
 Point = tuple[float, float | None]
 PARTS = 160
 PART_S_MIN = 1.0
@@ -132,6 +134,10 @@ class RunFiles:
         self._times_next = time.monotonic() + PACE * (time.monotonic() - began)
         return found
 
+    def read_machines(self) -> Topics:
+        """Return the names of the nodes whose use has been measured."""
+        return {"machines": list_nodes(self._run_dir.path)}
+
     def _nodes(self) -> dict[int, str]:
         """Return the node of each worker by the coordinator's journal, where that is a file."""
         record = self._run_dir.load_record()
@@ -172,6 +178,31 @@ def describe_incident(
         "worker_s": cost.seconds if cost is not None else None,
         "story": [*list_events(incident), *last_words, *incident.diagnosis.lines()],
     }
+
+
+def describe_usage(run_dir: Path, node: str) -> dict[str, Any] | None:
+    """Return the curves of a node's use and of its workers' for the page; None without any.
+
+    Times are seconds since the epoch. Where nothing was measured, values are None.
+    """
+    usage = read_usage(run_dir, node)
+    if usage is None:
+        return None
+    curves = {
+        measure: {
+            name: [(at, value if math.isfinite(value) else None) for at, value in _thin(points)]
+            for name, points in lines.items()
+        }
+        for measure, lines in usage.list_curves(0.0).items()
+    }
+    head = usage.header
+    return {"cores": head.cores, "memory_bytes": head.memory_bytes, "curves": curves}
+
+
+def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    finite = [point for point in points if math.isfinite(point[1])]
+    gaps = [point for point in points if not math.isfinite(point[1])]
+    return sorted([*thin_points(finite, USAGE_POINTS), *gaps[-USAGE_POINTS:]], key=lambda p: p[0])
 
 
 def describe_goodput(goodput: Goodput) -> dict[str, Any]:
