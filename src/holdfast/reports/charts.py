@@ -15,7 +15,7 @@ WIDTH = 960.0
 LEFT = 64.0  # for the labels of the vertical axis
 RIGHT = 12.0
 POINTS_MAX = 1200
-COLOURS = 4  # of lines beside the first one
+COLOURS = 4  # the second line has the first colour
 
 Point = tuple[float, float]
 

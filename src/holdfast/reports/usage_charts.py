@@ -9,7 +9,7 @@ from holdfast.engine.records.usage_lines import NodeUsage
 from holdfast.reports.charts import Mark, Point, draw_lines
 
 NODES_MAX = 16
-OPEN_MAX = 2  # of so few nodes all charts are shown at once
+OPEN_MAX = 2  # the charts of more nodes are folded up
 MEASURES = {  # by key: a title, and the unit in which it is drawn
     "cores": ("Busy processors", 1.0),
     "memory": ("Memory, in GB", 1e9),
@@ -19,7 +19,7 @@ HEIGHT = 150.0
 
 
 def draw_usage(nodes: Sequence[NodeUsage], marks: Sequence[Mark], began: float) -> list[str]:
-    """Return the part of the page on the machines; nothing if none has been measured."""
+    """Return the part of the page on the machines; empty if no node was measured."""
     if not nodes:
         return []
     shown = "open" if len(nodes) <= OPEN_MAX else ""

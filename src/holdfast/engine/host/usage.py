@@ -32,7 +32,7 @@ class Usage:
 
 
 def measure_usage(reader: HostReader, leaders: Collection[int]) -> Usage:
-    """Look once. `leaders`: process ids that lead sessions."""
+    """Measure this machine and some sessions once. `leaders`: process ids that lead sessions."""
     memory = reader.memory()
     words = reader.files.text("proc/stat").partition("\n")[0].split()[1:9]
     ticks = sum(int(word) for n, word in enumerate(words) if n not in IDLE)

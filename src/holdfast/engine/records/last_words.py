@@ -13,8 +13,8 @@ from holdfast.engine.records.file_tails import incarnation_of, list_logs, read_l
 from holdfast.engine.records.incidents import Incident
 from holdfast.engine.records.time_lines import read_beginning
 
-LINES_MAX = 5  # of each worker
-WORKERS_MAX = 3  # of each incident
+LINES_MAX = 5  # for each worker
+WORKERS_MAX = 3  # for each incident
 WIDTH_MAX = 200
 LATE_S = 1.0  # the last lines of a process may reach its log so long after its loss is known
 

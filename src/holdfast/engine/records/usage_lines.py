@@ -23,7 +23,7 @@ from holdfast.engine.state.store.regular_files import append_regular, read_whole
 USAGE_DIR = "usage"
 BYTES_MAX = 2 << 20
 LINE_BYTES_MAX = 64 << 10
-GAP = 1.5  # spans between two lines, after which nothing is known of the time between them
+GAP = 1.5  # spans from the end of a line to the middle of the next, with a gap of the curves
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 _Worker = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 _Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
@@ -44,7 +44,7 @@ class UsageHeader(
 
 
 class WorkerUse(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Describes the use of a worker: its process and those that it has started."""
+    """Describes the use of a worker, together with the processes that it has started."""
 
     cores: _Amount
     memory_bytes: _Natural
@@ -98,7 +98,7 @@ def merge_lines(lines: Sequence[UsageLine]) -> UsageLine:
 
 
 class UsageWriter:
-    """Appends to the file of one node. A disk that refuses costs lines, and nothing else."""
+    """Appends to the file of one node. A disk that refuses costs lines only."""
 
     def __init__(self, run_dir: Path, header: UsageHeader, bytes_max: int = BYTES_MAX) -> None:
         self._path = run_dir / USAGE_DIR / f"{quote(header.node, safe='')}.jsonl"
@@ -109,7 +109,7 @@ class UsageWriter:
         self._pace = 1  # lines that become one
 
     def append(self, line: UsageLine) -> None:
-        """Write a line, together with others once the file has been full."""
+        """Write a line; once the file has been full, one line for several."""
         self._waiting.append(line)
         if len(self._waiting) < self._pace:
             return

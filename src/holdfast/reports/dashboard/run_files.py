@@ -47,7 +47,7 @@ TROUBLES = frozenset(
 )
 Topics = dict[str, Any]
 POINTS_MAX = 1500
-USAGE_POINTS = 400  # of each curve
+USAGE_POINTS = 400  # for each curve
 Point = tuple[float, float | None]
 PARTS = 160
 PART_S_MIN = 1.0
@@ -183,7 +183,7 @@ def describe_incident(
 def describe_usage(run_dir: Path, node: str) -> dict[str, Any] | None:
     """Return the curves of a node's use and of its workers' for the page; None without any.
 
-    Times are seconds since the epoch. Where nothing was measured, values are None.
+    Times are seconds since the epoch. A value that was not measured is None.
     """
     usage = read_usage(run_dir, node)
     if usage is None:

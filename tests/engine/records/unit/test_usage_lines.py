@@ -78,7 +78,7 @@ def test_a_node_that_begins_again_goes_on_with_its_file_and_odd_lines_are_left_o
     (found,) = read_all_usage(tmp_path)
     curves = found.list_curves(40.0)
     times = [at for at, _ in curves["cores"]["node"]]
-    assert times == [7.5, 12.5, 102.5, 107.5]  # of the middles, by the coordinator's clock
+    assert times == [7.5, 12.5, 102.5, 107.5]  # the middles, by the coordinator's clock
     values = {name: [y for _, y in points] for name, points in curves["cores"].items()}
     assert [math.isnan(y) for y in values["node"]] == [False, False, True, False]
     assert [math.isnan(y) for y in values["worker 1"]] == [False, True, True, True]
@@ -103,7 +103,7 @@ def test_the_use_between_two_looks_is_a_difference() -> None:
     before = look(0.0, 10.0, 100, {41: SessionUse(5.0, 1), 42: SessionUse(5.0, 1)})
     now = look(4.0, 16.0, 50, {41: SessionUse(11.0, 2), 43: SessionUse(9.0, 3)})
     found = make_line(before, now, {1: 41, 2: 42, 3: 43})
-    assert (found.span_s, found.cores, found.sent) == (4.0, 1.5, 0.0)  # a counter began anew
+    assert (found.span_s, found.cores, found.sent) == (4.0, 1.5, 0.0)  # the counter began again
     assert found.workers == {1: WorkerUse(1.5, 2)}
 
 
