@@ -188,8 +188,10 @@ def read_usage(run_dir: Path, node: str) -> NodeUsage | None:
     for line in _read_lines(run_dir / USAGE_DIR / f"{quote(node, safe='')}.jsonl"):
         if isinstance(line, UsageHeader):
             found = NodeUsage(line, found.lines if found else [])
-        elif found is not None:
-            found.lines.append(line)
+            continue
+        # A mirror of a long file lacks its beginning.
+        found = found or NodeUsage(UsageHeader(node, "", 0, 0))
+        found.lines.append(line)
     if found is not None and found.lines:
         clocks = read_clocks(run_dir).get(found.header.host, ())
         clock = choose_clock(clocks, found.lines[0].at)

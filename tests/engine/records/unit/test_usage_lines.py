@@ -85,6 +85,8 @@ def test_a_node_that_begins_again_goes_on_with_its_file_and_odd_lines_are_left_o
     assert values["worker 2"][-1] == 2.0
     assert curves["network"]["sent"][0][1] == 2e6
     assert read_usage(tmp_path, "broken") is None
+    path.write_text(path.read_text().partition("\n")[2])  # as a mirror has the end of a long file
+    assert len(read_all_usage(tmp_path)[0].lines) == 3
     assert read_usage(tmp_path, "../usage/a%2Fb") is None
 
 
