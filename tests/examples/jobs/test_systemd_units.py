@@ -9,7 +9,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from conftest import RUN_S, SCRIPTS, finish
+from example_kit import add_command
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
@@ -46,14 +46,10 @@ def read_command(name: str, key: str) -> list[str]:
 
 def make_start(folder: Path, store: Path, gate: Path) -> dict[str, str]:
     """Return the environment that systemd would give to the unit's commands."""
-    bin_ = folder / "bin"
-    bin_.mkdir()
-    (bin_ / "holdfast").write_text(f'#!/bin/sh\nexec {sys.executable} -m holdfast.cli.main "$@"\n')
-    (bin_ / "holdfast").chmod(0o755)
     script = f"{SCRIPTS / 'trainer.py'} --steps 20 --hold 9 {gate}"
     return {
         **os.environ,
-        "PATH": f"{bin_}:{os.environ['PATH']}",
+        "PATH": add_command(folder / "bin"),
         "FOLDER": str(ROOT),
         "RESUME": "--plain",
         "OPTIONS": f"--nproc 2 --virtual 4 --store {store} --save-every 5 {script}",
