@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     os.chdir(spec.cwd)
     if (run_dir.path / PLAN_FILE).exists():
         if options.notices:
-            text = "the nodes of this job hear those that `holdfast launch` was given"
+            text = "the nodes of this job ask where `holdfast launch --notices` says"
             raise UserError(f"--notices {options.notices}: {text}")
         return launch_command.go_on(run_dir, options.host, options.port)
     peer_tls_of(tls)  # raises UserError if the files are bad

@@ -366,4 +366,4 @@ def test_what_a_resume_cannot_do_here_is_one_sentence(
     launched.create(replace(SPEC, cwd=str(tmp_path), script=str(script)), bytes(32))
     (launched.path / PLAN_FILE).touch()
     assert main(["resume", str(launched.path), "--notices", "aws"]) == 2
-    assert "--notices aws: the nodes of this job hear" in capsys.readouterr().err
+    assert "--notices aws: the nodes of this job ask" in capsys.readouterr().err
