@@ -29,7 +29,7 @@ from holdfast.engine.runtime.local_run import processes_that_name, strike
 from holdfast.engine.runtime.rundir import RunDir
 from support import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # two clusters, one after the other
 
 STEPS, HELD = 300, 250
 
