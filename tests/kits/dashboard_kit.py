@@ -27,6 +27,7 @@ from holdfast.engine.records.time_lines import (
     TimeUse,
     times_path,
 )
+from holdfast.engine.records.usage_lines import UsageHeader, UsageLine, UsageWriter, WorkerUse
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.reports.dashboard.site import Site, make_dashboard
 
@@ -137,6 +138,10 @@ def write_crashed_run(run_dir: Path, steps: int = 20) -> None:
             times.append(SpentLine(step + 1, spent, {100: 1}))
         log = run_dir / "logs" / f"worker-{worker}-1.log"
         log.write_text("".join(f"line {number}\n" for number in range(300)))
+    usage = UsageWriter(run_dir, UsageHeader("near", "127.0.0.1", 2, 8 * 10**9))
+    for number in range(1, 5):
+        workers = {worker: WorkerUse(0.5, 10**9) for worker in range(2)}
+        usage.append(UsageLine(BEGAN + 5 * number, 5.0, 1.25, 2 * 10**9, 1e6, 3e6, workers))
     with open(run_dir / "events.jsonl", "a") as log:
         log.write('{"time": 1, "kind": "half')  # the coordinator was killed, too
 

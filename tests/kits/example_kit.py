@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 from places import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -19,3 +23,12 @@ ARGS = {
     "recommender.py": ["--steps", "12", "--batch-size", "16", "--rows", "50", "--samples", "600"],
     "stream.py": ["--steps", "12", "--batch-size", "2", "--width", "16", "--length", "16"],
 }
+
+
+def add_command(folder: Path) -> str:
+    """Write the command `holdfast` into a folder; return a PATH that begins with it."""
+    command = folder / "holdfast"
+    folder.mkdir(parents=True)
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m holdfast.cli.main "$@"\n')
+    command.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"

@@ -15,16 +15,22 @@ WIDTH = 960.0
 LEFT = 64.0  # for the labels of the vertical axis
 RIGHT = 12.0
 POINTS_MAX = 1200
+COLOURS = 4  # the second line has the first colour
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Marks a place on the horizontal axis, with a text that is shown next to the pointer."""
+    """Marks a place on the horizontal axis, with a text that is shown next to the pointer.
+
+    `name`: the mark's own in the page. `target`: the name of a part of the page, to link to.
+    """
 
     at: float
     text: str
+    name: str = ""
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +73,31 @@ def draw_line(
     height: float = 240.0,
 ) -> str:
     """Draw a line through the finite points; the rest leave gaps. `label`: the name of x."""
-    finite = [p for p in points if math.isfinite(p[1])]
+    return draw_lines({"": points}, marks, label=label, height=height)
+
+
+def draw_lines(
+    lines: Mapping[str, Sequence[Point]],
+    marks: Sequence[Mark],
+    *,
+    label: str,
+    height: float = 240.0,
+) -> str:
+    """Draw several lines by their names; the first one is bold."""
+    finite = [p for points in lines.values() for p in points if math.isfinite(p[1])]
     if not finite:
         return "<p>Nothing to draw.</p>"
     xs, ys = [p[0] for p in finite], [p[1] for p in finite]
     place = _Frame(min(xs), max(xs), min(ys), max(ys), height)
+    shapes = [_mark(place.x(m.at), height, m) for m in marks if min(xs) <= m.at <= max(xs)]
+    for number, (name, points) in enumerate(lines.items()):
+        title = f"<title>{escape_html(name)}</title>" if name else ""
+        kind = f"line more{number % COLOURS}" if number else "line"
+        shapes.append(f'<path class="{kind}" d="{_trace(place, points)}">{title}</path>')
+    return _svg(height, [*place.axes(label), *shapes], label)
+
+
+def _trace(place: _Frame, points: Sequence[Point]) -> str:
     pieces: list[str] = []
     pen = "M"
     for x, y in thin_points(points):
@@ -80,9 +106,7 @@ def draw_line(
             continue
         pieces.append(f"{pen}{place.x(x):.1f} {place.y(y):.1f}")
         pen = "L"
-    lines = [_mark(place.x(m.at), height, m.text) for m in marks if min(xs) <= m.at <= max(xs)]
-    path = f'<path class="line" d="{" ".join(pieces)}"/>'
-    return _svg(height, [*place.axes(label), *lines, path], label)
+    return " ".join(pieces)
 
 
 def draw_bars(bars: Sequence[tuple[str, float, str]], *, label: str, height: float = 180.0) -> str:
@@ -121,7 +145,7 @@ def draw_lanes(
                 f'height="{row * 0.82:.1f}"><title>{escape_html(name)}: {kind}, '
                 f"{ended - began:.2f} s from {began:.2f} s on</title></rect>"
             )
-    shapes += [_mark(place.x(mark.at), height - 32, mark.text) for mark in marks]
+    shapes += [_mark(place.x(mark.at), height - 32, mark) for mark in marks]
     return _svg(height, shapes, label)
 
 
@@ -140,11 +164,13 @@ def _merge(bands: Sequence[Band], least: float) -> list[tuple[str, float, float]
     return found
 
 
-def _mark(x: float, height: float, text: str) -> str:
-    return (
-        f'<g class="mark"><line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height:.1f}"/>'
-        f'<circle cx="{x:.1f}" cy="5" r="5"/><title>{escape_html(text)}</title></g>'
+def _mark(x: float, height: float, mark: Mark) -> str:
+    name = f' id="{escape_html(mark.name)}"' if mark.name else ""
+    shape = (
+        f'<g class="mark"{name}><line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height:.1f}"/>'
+        f'<circle cx="{x:.1f}" cy="5" r="5"/><title>{escape_html(mark.text)}</title></g>'
     )
+    return f'<a href="#{escape_html(mark.target)}">{shape}</a>' if mark.target else shape
 
 
 def _svg(height: float, shapes: Sequence[str], label: str) -> str:

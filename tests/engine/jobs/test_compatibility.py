@@ -23,7 +23,7 @@ from holdfast.doctor.examination import read_report
 from holdfast.engine.core.errors import RELEASE, WireError
 from holdfast.engine.host import checks_peers
 from holdfast.engine.net.secret import write_run_dir
-from holdfast.engine.records import ledger, recordings, time_lines
+from holdfast.engine.records import ledger, recordings, time_lines, usage_lines
 from holdfast.engine.runtime.job_events import read_events
 from holdfast.engine.runtime.leadership import journal
 from holdfast.engine.runtime.leadership.journal import read_record
@@ -145,6 +145,12 @@ FORMATS = {
         constant="engine/records/time_lines.py:format",
         number=number_of_field(time_lines.ProcessHeader),
         kept={1: SECOND / TIMES},
+        number_in=json_number,
+    ),
+    "use of nodes": Format(
+        constant="engine/records/usage_lines.py:format",
+        number=number_of_field(usage_lines.UsageHeader),
+        kept={1: THIRD / "run/usage/node0.jsonl"},
         number_in=json_number,
     ),
     "reports of `holdfast doctor`": Format(
@@ -294,6 +300,12 @@ def test_a_kept_recording_is_read_and_replayed_or_refused_in_a_sentence(capsys: 
         assert "cannot be replayed" in line
     else:
         assert "coordinator-1-1.zst: term 1" in told.out
+
+
+def test_the_kept_use_of_a_node_is_read() -> None:
+    (found,) = usage_lines.read_all_usage(THIRD / "run")
+    assert found.header.cores == 2
+    assert [sorted(line.workers) for line in found.lines][-1] == [0, 1]
 
 
 def test_kept_times_are_read() -> None:

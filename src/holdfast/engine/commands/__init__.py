@@ -59,5 +59,9 @@ PLUGIN = Plugin(
             text="prove from a run's ledger that every sample was used exactly once",
             module="holdfast.engine.commands.ledger_command",
         ),
+        "completion": Command(
+            text="print a script with which bash, zsh or fish completes commands and options",
+            module="holdfast.engine.commands.completion_command",
+        ),
     }
 )

@@ -8,7 +8,12 @@ from pathlib import Path
 
 from holdfast.engine.commands import launch_command
 from holdfast.engine.commands.run_command import choose_show
-from holdfast.engine.commands.shared_options import add_listeners, add_plain, add_tls
+from holdfast.engine.commands.shared_options import (
+    add_listeners,
+    add_notices,
+    add_plain,
+    add_tls,
+)
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.fleet.cluster_manager import PLAN_FILE
 from holdfast.engine.net.secret import VARIABLE
@@ -36,6 +41,8 @@ def main(argv: list[str]) -> int:
     if FileJournal(run_dir.journal).is_held():
         raise UserError(f"the run in {run_dir.path} is running: there is nothing to resume")
     run_dir.check_journal()
+    if not Path(spec.cwd).is_dir():
+        raise UserError(f"the job's folder {spec.cwd} is not on this machine: put its files there")
     if not is_present(spec.cwd, spec.script):
         raise UserError(f"the job's script {spec.script} is not under {spec.cwd} any more")
     if changed := changed_sources(run_dir.path, spec.cwd, spec.script):
@@ -48,6 +55,9 @@ def main(argv: list[str]) -> int:
     os.environ.pop(VARIABLE, None)  # the run directory holds the secret
     os.chdir(spec.cwd)
     if (run_dir.path / PLAN_FILE).exists():
+        if options.notices:
+            text = "the nodes of this job ask where `holdfast launch --notices` says"
+            raise UserError(f"--notices {options.notices}: {text}")
         return launch_command.go_on(run_dir, options.host, options.port)
     peer_tls_of(tls)  # raises UserError if the files are bad
     if spec.checkpoints.store:
@@ -57,7 +67,9 @@ def main(argv: list[str]) -> int:
         print_line(f"run directory {run_dir.path}")
         site = CoordinatorSite(run_dir=run_dir, listener=listener, host=options.host, tls=tls)
         show = choose_show(plain=options.plain)
-        return launch_job(site, spec, resume=True, show=show, beside=beside)
+        return launch_job(
+            site, spec, resume=True, show=show, beside=beside, notices=options.notices
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
         "--port", type=int, default=0, help="port to listen on (default: a free one)"
     )
     add_tls(found)
+    add_notices(found)
     add_listeners(found)
     add_plain(found)
     return found

@@ -169,7 +169,7 @@ class HostReader:
         ports, down = self._ports()
         return HostSample(
             at_s=time.monotonic(),
-            memory=self._memory(),
+            memory=self.memory(),
             cpu=self._cpu(),
             pressure=PressureSample(
                 cpu_some=self._pressure("cpu", "some"),
@@ -181,7 +181,8 @@ class HostReader:
             ports_down=down,
         )
 
-    def _memory(self) -> MemorySample:
+    def memory(self) -> MemorySample:
+        """Read how much memory there is, and the counters of its errors."""
         info, events = self.files.fields("proc/meminfo"), self.files.fields("proc/vmstat")
         limit, used = self.groups.read_memory_limit()
         corrected, uncorrected = self._edac("ce_count"), self._edac("ue_count")

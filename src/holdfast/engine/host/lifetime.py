@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from holdfast.engine.core.membership.liveness import ProcessSample
 from holdfast.engine.net.standard_streams import print_line
@@ -245,15 +245,25 @@ def _switches(pid: int) -> int:
     return total
 
 
-def session_cpu_s(leaders: Collection[int]) -> dict[int, float]:
-    """Sum up the processor time of all living processes of these sessions, by session."""
-    found = dict.fromkeys(leaders, 0.0)
-    tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+class SessionUse(NamedTuple):
+    """Sums up the living processes of a session. Memory that they share counts for each."""
+
+    cpu_s: float
+    memory_bytes: int
+
+
+def measure_sessions(leaders: Collection[int]) -> dict[int, SessionUse]:
+    """Measure these sessions, by their leaders; a session without a process is left out."""
+    found: dict[int, SessionUse] = {}
+    tick_s, page_bytes = 1.0 / os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError):
             fields = read_stat(name)
-            if (session := int(fields[3])) in found:
-                found[session] += (int(fields[11]) + int(fields[12])) * tick_s
+            if (session := int(fields[3])) in leaders:
+                cpu_s, memory_bytes = found.get(session, (0.0, 0))
+                cpu_s += (int(fields[11]) + int(fields[12])) * tick_s
+                memory_bytes += int(fields[21]) * page_bytes
+                found[session] = SessionUse(cpu_s, memory_bytes)
     return found
 
 

@@ -11,6 +11,7 @@ import contextlib
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -61,6 +62,13 @@ def parse_event(line: str | bytes) -> dict[str, Any] | None:
         msgspec.convert(found, _KnownFields)
         return found
     return None
+
+
+def add_utc(event: Event) -> dict[str, Any]:
+    """Return the event with its time also in ISO 8601, as `utc`."""
+    # Microseconds are rounded, so the last of the year 9999 might become one of the next year.
+    at = datetime.fromtimestamp(min(float(event["time"]), TIME_MAX - 5e-4), timezone.utc)
+    return {**event, "utc": at.isoformat(timespec="milliseconds").replace("+00:00", "Z")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,7 @@ class Incident:
             "node": found.event.get("node"),
             "fault": found.fault.value,
             "advice": found.advice,
-            "events": self.events,
+            "events": [*map(add_utc, self.events)],
         }
 
 
@@ -253,11 +261,15 @@ def describe_cost(incident: Incident) -> str:
     return ", ".join(parts)
 
 
-def tell_story(incident: Incident) -> list[str]:
-    """Return the incident as lines: its events, its cost, the cause, the fault, and advice."""
+def tell_story(incident: Incident, last_words: Sequence[str] = ()) -> list[str]:
+    """Return the incident as lines: its events, its cost, the cause, the fault, and advice.
+
+    `last_words`: lines on what lost workers printed last.
+    """
     return [
         f"Incident {incident.name}: {incident.title}.",
         *list_events(incident),
+        *last_words,
         f"Cost: {describe_cost(incident)}.",
         *incident.diagnosis.lines(),
     ]

@@ -69,21 +69,30 @@ class FileTail:
 
 def read_log_end(logs: Path, worker: int) -> tuple[str, list[str]]:
     """Return the name and the last lines of a worker's newest log; an empty name: it has none."""
-    newest = max(logs.glob(f"worker-{worker}-*.log"), key=_incarnation_of, default=None)
-    if newest is None:
-        return "", []
-    with contextlib.suppress(OSError), regular_stream(newest) as file:
+    paths = list_logs(logs, worker)
+    return (paths[-1].name, read_last_lines(paths[-1])) if paths else ("", [])
+
+
+def list_logs(logs: Path, worker: int) -> list[Path]:
+    """Return the logs of a worker, the newest incarnation's last."""
+    return sorted(logs.glob(f"worker-{worker}-*.log"), key=lambda p: (incarnation_of(p), p.name))
+
+
+def read_last_lines(log: Path) -> list[str]:
+    """Return the last lines of a log; none if it cannot be read."""
+    with contextlib.suppress(OSError), regular_stream(log) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(size - LOG_BYTES, 0))
         lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
         begins_whole = size <= LOG_BYTES
-        return newest.name, lines[0 if begins_whole else 1 :][-LOG_LINES:]
-    return newest.name, []
+        return lines[0 if begins_whole else 1 :][-LOG_LINES:]
+    return []
 
 
-def _incarnation_of(path: Path) -> tuple[int, str]:
-    number = path.stem.split("-")[2]
-    return (int(number) if number.isdecimal() else -1, path.name)
+def incarnation_of(log: Path) -> int:
+    """Return the incarnation in the name of a worker's log."""
+    number = log.stem.split("-")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 RATE_S = 10.0  # over which the rate of steps is taken

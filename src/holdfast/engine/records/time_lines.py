@@ -182,6 +182,12 @@ def read_times(run_dir: str | os.PathLike[str]) -> list[ProcessTimes]:
     return found
 
 
+def read_beginning(run_dir: str | os.PathLike[str], worker: int, incarnation: int) -> float | None:
+    """Return when a process began, by its node's clock; None if it has recorded no times."""
+    line = next(_read_lines(times_path(run_dir, worker, incarnation)), None)
+    return line.began if isinstance(line, ProcessHeader) else None
+
+
 def read_last_times(run_dir: str | os.PathLike[str]) -> list[list[SpentLine]]:
     """Return the last lines of the files that were written last, beginning with the newest file."""
     try:

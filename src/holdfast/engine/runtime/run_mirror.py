@@ -21,11 +21,11 @@ from holdfast.engine.wire.job_document import JOB_FILE
 from holdfast.engine.wire.messages import FilePart, FilesReply, FilesRequest
 
 DOCUMENTS = (JOB_FILE, "journal", "result.json")  # written as a whole, and sent so
-LOGS = ("events.jsonl", "times/*.jsonl", "ledger/*.jsonl")  # grow at their ends
+LOGS = ("events.jsonl", "times/*.jsonl", "usage/*.jsonl", "ledger/*.jsonl")  # grow at their ends
 REPLY_BYTES = 1 << 20  # a reply's contents take about as much
 DOCUMENT_BYTES = 2 << 20  # a larger document is not sent
 LATE_BYTES = 1 << 20  # if a log is longer when the mirror begins, only its end is copied
-_NAME = re.compile(r"(times|ledger)/[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}\.jsonl")
+_NAME = re.compile(r"(times|usage|ledger)/[A-Za-z0-9_%-][A-Za-z0-9_.%-]{0,200}\.jsonl")
 
 
 def read_parts(run_dir: Path, held: Mapping[str, int]) -> FilesReply:

@@ -14,6 +14,7 @@ from holdfast.engine.commands.shared_options import add_tls
 from holdfast.engine.core.errors import NoAnswer, UserError
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tls import client_of
+from holdfast.engine.records.incidents import add_utc
 from holdfast.engine.records.run_tail import RunTail
 from holdfast.engine.records.summary import format_clock
 from holdfast.engine.runtime.contact import job_status
@@ -62,7 +63,7 @@ def _follow(run: RunDir, options: argparse.Namespace) -> int:
 def _show(events: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     for event in events:
         if options.kind in (None, event["kind"]):
-            print_plain(json.dumps(event) if options.json else render(event), flush=True)
+            print_plain(json.dumps(add_utc(event)) if options.json else render(event), flush=True)
 
 
 class CoordinatorWatch:
@@ -131,6 +132,8 @@ def parser() -> argparse.ArgumentParser:
         help="with --follow: go on also without a coordinator, until the run is resumed",
     )
     found.add_argument("--kind", metavar="KIND", help="only events of this kind")
-    found.add_argument("--json", action="store_true", help="print the lines as they are")
+    found.add_argument(
+        "--json", action="store_true", help="print JSON lines, with times also in ISO 8601 (utc)"
+    )
     add_tls(found)
     return found

@@ -18,6 +18,7 @@ from holdfast.engine.records.incidents import (
     list_incidents,
     tell_story,
 )
+from holdfast.engine.records.last_words import find_last_words
 from holdfast.engine.records.summary import format_clock
 from holdfast.engine.runtime.rundir import RunDir, read_run_events, shorten_failure
 
@@ -30,8 +31,10 @@ def main(argv: Sequence[str]) -> int:
     incidents = list_incidents(events)
     if options.event is not None:
         found = find_incident(incidents, options.event)
+        words = find_last_words(run_dir.path, found)
+        told = {**found.to_dict(), "last_words": words}
         print_plain(
-            json.dumps(found.to_dict(), indent=2) if options.json else "\n".join(tell_story(found))
+            json.dumps(told, indent=2) if options.json else "\n".join(tell_story(found, words))
         )
         return 0
     if options.json:

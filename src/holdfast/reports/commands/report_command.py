@@ -9,14 +9,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.engine.core.errors import NoAnswer, UserError
 from holdfast.engine.core.plain_text import escape_html
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.records.goodput import MEANINGS, QUANTILES, Goodput
-from holdfast.engine.records.incidents import IncidentCost, Part, describe_cost, tell_story
+from holdfast.engine.records.incidents import (
+    Incident,
+    IncidentCost,
+    Part,
+    describe_cost,
+    tell_story,
+)
+from holdfast.engine.records.last_words import find_last_words
 from holdfast.engine.records.step_records import read_steps
 from holdfast.engine.records.summary import (
     DATE_AND_TIME,
@@ -27,9 +34,11 @@ from holdfast.engine.records.summary import (
     summarize,
 )
 from holdfast.engine.records.time_lines import class_seconds
+from holdfast.engine.records.usage_lines import NodeUsage, read_all_usage
 from holdfast.engine.runtime.contact import job_status
 from holdfast.engine.runtime.rundir import RunDir, read_goodput
 from holdfast.reports.charts import Band, Mark, draw_bars, draw_lanes, draw_line
+from holdfast.reports.usage_charts import draw_usage
 
 _COLOURS = {  # light, dark
     Part.PRODUCTIVE: ("#2a7f4f", "#4fb37a"),
@@ -47,6 +56,7 @@ _COLOURS = {  # light, dark
     Part.ENDING: ("#b8b0a0", "#6c665a"),
     Part.DEGRADED: ("#e6b0aa", "#7b3a34"),
 }
+CHARTS = {"loss": "the loss", "workers": "the workers"}  # by the first part of the marks' names
 _STYLE = Path(__file__).with_name("report.css")
 
 
@@ -100,27 +110,33 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Keeps the facts for a report. `losses`: by step. `outcome`: None while the run works."""
+    """Keeps the facts for a report.
+
+    `losses`: by step. `outcome`: None while the run works. `last_words`: by incident, what lost
+    workers printed last.
+    """
 
     name: str
     script: str
     outcome: str | None
     goodput: Goodput
     losses: Mapping[int, float]
+    last_words: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    usage: Sequence[NodeUsage] = ()
 
 
 def write_page(facts: RunFacts) -> str:
     """Return the report as HTML."""
     title = f"Holdfast: {facts.name}"
+    charts = [*_loss(facts), *_waterfall(facts.goodput), *_lanes(facts.goodput)]
     parts = [
         f"<h1>{escape_html(facts.name)}</h1>",
         f'<p class="dim">{escape_html(_headline(facts))}</p>',
         _tiles(facts),
-        *_loss(facts),
-        *_waterfall(facts.goodput),
-        *_lanes(facts.goodput),
+        *charts,
+        *_usage(facts),
         *_steps(facts.goodput),
-        *_incidents(facts.goodput),
+        *_incidents(facts, "".join(charts)),
         *_workers(facts.goodput),
         '<p class="dim">Made by <code>holdfast report</code> from the files of the run.</p>',
     ]
@@ -167,9 +183,14 @@ def _loss(facts: RunFacts) -> list[str]:
     for cost in facts.goodput.costs:
         steps = [e["step"] for e in cost.incident.events if isinstance(e.get("step"), int)]
         if steps:
-            marks.append(Mark(steps[-1], cost.incident.title))
+            marks.append(_mark("loss", cost.incident, steps[-1]))
     points = [(float(step), loss) for step, loss in sorted(facts.losses.items())]
     return ["<h2>Loss</h2>", draw_line(points, marks, label="step")]
+
+
+def _mark(chart: str, incident: Incident, at: float) -> Mark:
+    """Return the mark of an incident in a chart, which links to the incident's story."""
+    return Mark(at, incident.title, f"{chart}-{incident.name}", f"incident-{incident.name}")
 
 
 def _waterfall(goodput: Goodput) -> list[str]:
@@ -203,11 +224,22 @@ def _lanes(goodput: Goodput) -> list[str]:
             if seconds := stretch.parts.get(part, 0.0):
                 lanes[f"worker {stretch.worker}"].append(Band(at, at + seconds, part.value))
                 at += seconds
-    marks = [Mark(c.incident.began_at - goodput.began, c.incident.title) for c in goodput.costs]
+    marks = [
+        _mark("workers", c.incident, c.incident.began_at - goodput.began) for c in goodput.costs
+    ]
     seen = [p for p, s in goodput.parts().items() if s > 0]
     legend = " ".join(f'<span class="swatch {p.value}"></span>{p.value}' for p in seen)
     chart = draw_lanes(lanes, marks, goodput.span_s, label="seconds since the run began")
     return ["<h2>Workers</h2>", f'<p class="dim">{legend}</p>', chart]
+
+
+def _usage(facts: RunFacts) -> list[str]:
+    began = facts.goodput.began
+    marks = [
+        Mark(i.began_at - began, i.title, target=f"incident-{i.name}")
+        for i in (cost.incident for cost in facts.goodput.costs)
+    ]
+    return draw_usage(facts.usage, marks, began)
 
 
 def _steps(goodput: Goodput) -> list[str]:
@@ -229,18 +261,28 @@ def _steps(goodput: Goodput) -> list[str]:
     ]
 
 
-def _incidents(goodput: Goodput) -> list[str]:
-    found = ["<h2>Incidents</h2>"]
+def _incidents(facts: RunFacts, charts: str) -> list[str]:
+    """Describe each incident, with links to its marks in the charts that have one."""
+    goodput, found = facts.goodput, ["<h2>Incidents</h2>"]
     if not goodput.costs:
         return [*found, "<p>None.</p>"]
     for cost in goodput.costs:
         incident = cost.incident
         at = describe_seconds(max(incident.began_at - goodput.began, 0.0))
-        story = escape_html("\n".join(tell_story(incident)))
+        story = escape_html(
+            "\n".join(tell_story(incident, facts.last_words.get(incident.name, ())))
+        )
+        name = escape_html(incident.name)
+        links = " · ".join(
+            f'<a href="#{chart}-{name}">its mark in the chart of {text}</a>'
+            for chart, text in CHARTS.items()
+            if f'id="{chart}-{name}"' in charts
+        )
         price = f"{describe_cost(incident)}; {describe_worker_seconds(cost)}"
         found.append(
             f'<details><summary><b>{escape_html(incident.title)}</b> <span class="dim">after {at}: '
-            f"{escape_html(price)}</span></summary><pre>{story}</pre></details>"
+            f'{escape_html(price)}</span></summary><div id="incident-{name}"><p>{links}</p>'
+            f"<pre>{story}</pre></div></details>"
         )
     return found
 
@@ -282,6 +324,11 @@ def write_report(run_dir: RunDir, path: Path) -> Goodput:
         outcome=run_dir.outcome(),
         goodput=goodput,
         losses=_read_losses(run_dir),
+        last_words={
+            cost.incident.name: find_last_words(run_dir.path, cost.incident)
+            for cost in goodput.costs
+        },
+        usage=read_all_usage(run_dir.path),
     )
     try:
         path.write_text(write_page(facts), encoding="utf-8")

@@ -187,6 +187,7 @@ class RunWatch:
                 await asyncio.to_thread(files.read_losses),
                 await asyncio.to_thread(files.read_time_left),
                 await asyncio.to_thread(files.read_times),
+                await asyncio.to_thread(files.read_machines),
             ):
                 for topic, value in topics.items():
                     self._feed.publish(topic, value)

@@ -26,9 +26,11 @@ from holdfast.engine.records.incidents import (
     list_events,
     list_incidents,
 )
+from holdfast.engine.records.last_words import find_last_words
 from holdfast.engine.records.ledger import LEDGER_DIR, DoubtLine, StepLine, Uses, decode_line
 from holdfast.engine.records.run_tail import FileTail, RunTail
 from holdfast.engine.records.time_lines import ProcessTimes, read_times
+from holdfast.engine.records.usage_lines import list_nodes, read_usage
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.reports.charts import thin_points
 
@@ -44,6 +46,7 @@ TROUBLES = frozenset(
 )
 Topics = dict[str, Any]
 POINTS_MAX = 1500
+USAGE_POINTS = 400  # for each curve
 Point = tuple[float, float | None]
 PARTS = 160
 PART_S_MIN = 1.0
@@ -60,6 +63,7 @@ class RunFiles:
         self._loss = LossSeries(run_dir.path)
         self._times_next = 0.0  # monotonic
         self._times_mark: tuple[object, ...] = ()
+        self._last_words: dict[tuple[str, int], list[str]] = {}  # by incident and its length
 
     def read_run(self, spec: JobSpec) -> Topics:
         """Return the facts of the run that have one value."""
@@ -129,6 +133,10 @@ class RunFiles:
         self._times_next = time.monotonic() + PACE * (time.monotonic() - began)
         return found
 
+    def read_machines(self) -> Topics:
+        """Return the names of the nodes whose use has been measured."""
+        return {"machines": list_nodes(self._run_dir.path)}
+
     def _nodes(self) -> dict[int, str]:
         """Return the node of each worker by the coordinator's journal, where that is a file."""
         record = self._run_dir.load_record()
@@ -139,11 +147,22 @@ class RunFiles:
         seconds = {cost.incident.name: cost for cost in costs}
         incidents = list_incidents(self._tail.events)
         shown = incidents[-INCIDENTS_MAX:]
-        items = [describe_incident(each, seconds.get(each.name)) for each in shown]
+        known = self._last_words
+        keys = {(each.name, len(each.events)): each for each in shown}
+        self._last_words = {
+            key: known[key] if key in known else find_last_words(self._run_dir.path, each)
+            for key, each in keys.items()
+        }
+        items = [
+            describe_incident(each, seconds.get(each.name), self._last_words[key])
+            for key, each in keys.items()
+        ]
         return {"incidents": {"total": len(incidents), "items": items}}
 
 
-def describe_incident(incident: Incident, cost: IncidentCost | None) -> dict[str, Any]:
+def describe_incident(
+    incident: Incident, cost: IncidentCost | None, last_words: Sequence[str]
+) -> dict[str, Any]:
     """Return an incident for the page. `seconds`: of workers' time; None: not known."""
     steps = [e["step"] for e in incident.events if isinstance(e.get("step"), int)]
     return {
@@ -156,8 +175,33 @@ def describe_incident(incident: Incident, cost: IncidentCost | None) -> dict[str
         "cost": describe_cost(incident),
         "pause_s": incident.cost.get("pause_s"),
         "worker_s": cost.seconds if cost is not None else None,
-        "story": [*list_events(incident), *incident.diagnosis.lines()],
+        "story": [*list_events(incident), *last_words, *incident.diagnosis.lines()],
     }
+
+
+def describe_usage(run_dir: Path, node: str) -> dict[str, Any] | None:
+    """Return the curves of a node's use and of its workers' for the page; None without any.
+
+    Times are seconds since the epoch. A value that was not measured is None.
+    """
+    usage = read_usage(run_dir, node)
+    if usage is None:
+        return None
+    curves = {
+        measure: {
+            name: [(at, value if math.isfinite(value) else None) for at, value in _thin(points)]
+            for name, points in lines.items()
+        }
+        for measure, lines in usage.list_curves(0.0).items()
+    }
+    head = usage.header
+    return {"cores": head.cores, "memory_bytes": head.memory_bytes, "curves": curves}
+
+
+def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    finite = [point for point in points if math.isfinite(point[1])]
+    gaps = [point for point in points if not math.isfinite(point[1])]
+    return sorted([*thin_points(finite, USAGE_POINTS), *gaps[-USAGE_POINTS:]], key=lambda p: p[0])
 
 
 def describe_goodput(goodput: Goodput) -> dict[str, Any]:

@@ -35,11 +35,13 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.core.plain_text import escape_values
 from holdfast.engine.net.web_server import WebServer, make_server
 from holdfast.engine.runtime.contact import read_worker_log
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.reports.dashboard.feed import QUEUE_MAX, Feed, RunWatch
 from holdfast.reports.dashboard.order_desk import OrderDesk
+from holdfast.reports.dashboard.run_files import describe_usage
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -151,6 +153,7 @@ class Site:
             Route("/api/state", self._state),
             Route("/api/stream", self._stream),
             Route("/api/log", self._log),
+            Route("/api/usage", self._usage),
             Route("/api/orders", self._ask, methods=["POST"]),
             Route("/api/orders/confirm", self._confirm, methods=["POST"]),
             Mount("/static", StaticFiles(directory=STATIC)),
@@ -194,6 +197,13 @@ class Site:
         asked = self._run_dir, self._tls, int(worker)
         name, lines = await asyncio.to_thread(read_worker_log, *asked)
         return JSONResponse({"name": name, "lines": lines})
+
+    async def _usage(self, request: Request) -> Response:
+        node = request.query_params.get("node", "")
+        if node not in self.feed.state().get("machines", ()):
+            return _problem("The use of no node of this name has been measured.", 404)
+        found = await asyncio.to_thread(describe_usage, self._run_dir.path, node)
+        return JSONResponse(escape_values(found))
 
     async def _ask(self, request: Request) -> Response:
         return await self._order(request, self._desk.ask)

@@ -29,6 +29,11 @@ from holdfast.reports.commands.events_command import GONE_S, QUIET_S, Coordinato
 from places import ROOT
 from support import until
 
+TIMES: dict[Any, str] = {
+    0: "1970-01-01T00:00:00.000Z",
+    1795000000.1256: "2026-11-18T11:06:40.125Z",
+    253402300799.9999: "9999-12-31T23:59:59.999Z",
+}
 TOLD = re.compile(r'(?:Announce|EventNoted|\.say|\.note)\(\s*f?"([a-z_]+)",')
 
 
@@ -122,6 +127,21 @@ def test_a_log_that_is_a_pipe_or_a_folder_is_refused_and_nothing_hangs(
     log.mkdir()
     assert main(["events", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"holdfast: {log} cannot be read: ")
+
+
+def test_events_and_incidents_in_json_have_their_times_in_iso_8601(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = {"kind": "lost", "text": "gone"}
+    lines = [{"time": at, "id": f"1.{n}", **lost} for n, at in enumerate(TIMES)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "job.json").touch()
+    assert main(["events", str(tmp_path), "--json"]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert shown == [{**line, "utc": TIMES[line["time"]]} for line in lines]
+    assert main(["explain", str(tmp_path), "--json"]) == 0
+    found = [e["utc"] for each in json.loads(capsys.readouterr().out) for e in each["events"]]
+    assert found == [*TIMES.values()]
 
 
 def test_lines_of_older_releases_and_half_lines_are_no_error(tmp_path: Path) -> None:

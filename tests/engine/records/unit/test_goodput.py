@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -261,6 +262,10 @@ def test_the_page_names_what_happened_and_needs_nothing_else() -> None:
     for text in ("<was>", "r<1>", "http", "<script"):
         assert text not in page
     assert page.count("<svg") == page.count("</svg>") == 2  # no steps were timed: no third chart
+    names = re.findall(r' id="([^"]+)"', page)
+    assert sorted(names) == ["incident-1.2", "loss-1.2", "workers-1.2"]
+    links = re.findall(r'href="#([^"]+)"', page)
+    assert sorted(links) == ["incident-1.2", *sorted(names)]  # from two marks, and to both
     assert "nan" not in page
     lines = summarize(found)
     assert lines[0].startswith("6 steps in")

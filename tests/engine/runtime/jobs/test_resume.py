@@ -20,6 +20,7 @@ from conftest import RUN_S, SCRIPTS, finish
 from holdfast.cli.main import main
 from holdfast.engine.commands.run_command import make_spec, parser
 from holdfast.engine.core.policies import CoordinatorPolicy
+from holdfast.engine.fleet.cluster_manager import PLAN_FILE
 from holdfast.engine.host.lifetime import SAME_S
 from holdfast.engine.net.secret import SECRET_BYTES_MIN
 from holdfast.engine.runtime.local_run import LocalRun, strike
@@ -348,3 +349,21 @@ def test_changed_files_of_a_script_are_found(tmp_path: Path) -> None:
     assert changed_sources(run_dir.path, tmp_path, spec.script) == ["model.py"]
     (run_dir.path / SOURCES_FILE).write_text("no JSON")
     assert changed_sources(run_dir.path, tmp_path, spec.script) == []
+
+
+def test_what_a_resume_cannot_do_here_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    gone = RunDir(tmp_path / "gone")
+    gone.create(replace(SPEC, cwd=str(tmp_path / "folder"), script=str(script)), bytes(32))
+    assert main(["resume", str(gone.path)]) == 2
+    assert (
+        f"the job's folder {tmp_path / 'folder'} is not on this machine" in capsys.readouterr().err
+    )
+    launched = RunDir(tmp_path / "launched")
+    launched.create(replace(SPEC, cwd=str(tmp_path), script=str(script)), bytes(32))
+    (launched.path / PLAN_FILE).touch()
+    assert main(["resume", str(launched.path), "--notices", "aws"]) == 2
+    assert "--notices aws: the nodes of this job ask" in capsys.readouterr().err

@@ -28,7 +28,14 @@ from holdfast.reports.dashboard.feed import Client, Feed
 from holdfast.reports.dashboard.run_files import LossSeries, measure_rates, rate_now
 from labs.local_nodes import LocalNodes
 
-PAGES = ("/", "/api/state", "/api/stream", "/api/log?worker=0", "/static/main.js")
+PAGES = (
+    "/",
+    "/api/state",
+    "/api/stream",
+    "/api/log?worker=0",
+    "/api/usage?node=near",
+    "/static/main.js",
+)
 URL = re.compile(r"^holdfast: dashboard: (http://127\.0\.0\.1:\S+)$", re.MULTILINE)
 
 
@@ -107,7 +114,12 @@ def test_the_files_of_a_crashed_run_are_shown(dashboard: Dashboard) -> None:
     (incident,) = state["incidents"]["items"]
     assert incident["title"] == f"worker 1 was lost: {SCRIPT}"
     assert incident["pause_s"] == 0.75
-    assert len(incident["story"]) == 6  # three events, the cause, the fault, and advice
+    assert incident["story"][3:9] == [
+        "The end of logs/worker-1-1.log:",
+        *(f"  | line {number}" for number in range(295, 300)),
+    ]
+    assert len(incident["story"]) == 12  # before: three events; after: cause, fault, and advice
+    assert state["machines"] == ["near"]
     assert state["goodput"]["steps"] == 20
     assert 0 < state["goodput"]["share"] < 1
     assert state["loss"]["last"] == 19.5
@@ -200,6 +212,17 @@ def test_the_end_of_a_workers_log(dashboard: Dashboard, crashed: Path) -> None:
     assert read_log_end(crashed / "logs", 7) == ("", [])
     for bad in ("..", "", "-1", "1/../2"):
         assert dashboard.ask(f"/api/log?worker={bad}", cookie=dashboard.cookie)[0] == 400
+
+
+def test_the_use_of_a_node_is_shown_and_no_other_file(dashboard: Dashboard) -> None:
+    dashboard.until("machines")
+    status, text, _ = dashboard.ask("/api/usage?node=near", cookie=dashboard.cookie)
+    found = json.loads(text)
+    assert (status, found["cores"]) == (200, 2)
+    assert found["curves"]["network"]["sent"][0] == [BEGAN + 2.5, 3e6]
+    assert [*found["curves"]["memory"]] == ["node", "worker 0", "worker 1"]
+    for name in ("far", "../usage/near", "near.jsonl", ""):
+        assert dashboard.ask(f"/api/usage?node={name}", cookie=dashboard.cookie)[0] == 404
 
 
 def test_paths_outside_of_the_page_are_not_served(dashboard: Dashboard) -> None:

@@ -69,6 +69,38 @@ def lose_the_coordinator(browser: Chromium, run: LocalRun) -> None:
     assert run.status()["coordinator"]["pid"] != pid
 
 
+def go_from_an_incident_to_its_mark_and_back(browser: Chromium) -> None:
+    details = "document.querySelector('#incidents details')"
+    tip = "document.querySelector('#loss .tip')"
+    browser.run(f"{details}.open = true")
+    until_text(browser, "incidents", "  | line 299")
+    click(browser, "#incidents details button")
+    browser.until(f"!{tip}.hidden && {tip}.textContent.includes('was lost')", LIMIT_S)
+    browser.run(f"{details}.open = false")
+    browser.run("document.querySelector('#loss canvas').focus()")
+    browser.press("Enter")
+    assert browser.run(f"{details}.open && document.activeElement.parentElement === {details}")
+
+
+def look_at_the_machine(browser: Chromium) -> None:
+    shown = "[...document.querySelectorAll('#machines-section canvas')].map(c => c.ariaLabel)"
+    browser.until(
+        f"{shown}[0].startsWith('Busy processors; last 1.25 at 17.5 s; 1 faults')", LIMIT_S
+    )
+    assert [text.partition(" at ")[0] for text in browser.run(shown)[1:]] == [
+        "Memory in GB; last 2",
+        "Received, MB per second; last 1",
+        "Sent, MB per second; last 3",
+    ]
+    choose = "machine.value = 'worker 1'; machine.dispatchEvent(new Event('change'))"
+    browser.run(f"var machine = document.getElementById('machine-line'); {choose}")
+    browser.until(f"{shown}[0].startsWith('Busy processors; last 0.5 at')", LIMIT_S)
+    assert browser.run(shown)[2:] == [
+        "Received, MB per second; 1 faults",
+        "Sent, MB per second; 1 faults",
+    ]
+
+
 def test_a_page_follows_a_run_through_faults(start: Start, browser: Chromium) -> None:
     words = ("--steps", "100000", "--task-s", "0.02")
     with (
@@ -121,6 +153,8 @@ def test_a_page_shows_a_crashed_run(browser: Chromium, tmp_path: Path) -> None:
         assert text_of(browser, "script") == SCRIPT
         assert not browser.run("document.querySelector('img')")
         assert text_of(browser, "legend") == "not known 2"
+        go_from_an_incident_to_its_mark_and_back(browser)
+        look_at_the_machine(browser)
         for width, dark in ((360, False), (1280, True)):
             browser.resize(width, 800, dark=dark)
             assert browser.run("document.documentElement.scrollWidth") == width

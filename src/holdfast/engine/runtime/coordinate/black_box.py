@@ -36,6 +36,7 @@ from holdfast.engine.records.incidents import (
     list_incidents,
     tell_story,
 )
+from holdfast.engine.records.last_words import find_last_words
 from holdfast.engine.records.recordings import (
     RECORDINGS_DIR,
     DecisionDigest,
@@ -129,7 +130,7 @@ def _tell_story(run_dir: RunDir, event: str) -> str:
     events = read_events(run_dir.events)
     incident = _find(events, event)
     if incident is not None:
-        return "\n".join(tell_story(incident))
+        return "\n".join(tell_story(incident, find_last_words(run_dir.path, incident)))
     said = (each["text"] for each in events if each.get("id") == event)
     return str(next(said, "There is no incident."))
 

@@ -59,6 +59,7 @@ from holdfast.engine.runtime.node.gpu_shares import free_place
 from holdfast.engine.runtime.node.group_watch import GroupWatch, run_forking
 from holdfast.engine.runtime.node.notices import NoticeSource, notice_source
 from holdfast.engine.runtime.node.server_processes import ServerProcesses
+from holdfast.engine.runtime.node.usage_watch import UsageWatch
 from holdfast.engine.runtime.node.worker_process import (
     SpreadPart,
     StackDumps,
@@ -214,6 +215,7 @@ class AgentServer:
             asyncio.ensure_future(self._talk(contact, secret)),
             asyncio.ensure_future(self._watch()),
             asyncio.ensure_future(self._ask_time()),
+            asyncio.ensure_future(self._usage_watch().run()),
         ]
         if self._template.spec.redundancy().data:
             self._pieces = NodePieces(self._template, self._feed)
@@ -244,6 +246,13 @@ class AgentServer:
             task.cancel()
         end_all_orphans(LocalProcess.living, ORPHANS_S)
         return self._problem
+
+    def _usage_watch(self) -> UsageWatch:
+        def list_workers() -> dict[int, int]:
+            return {p.worker: p.pid for p in list(self._processes.values()) if p.running}
+
+        name, template = self._core.snapshot().agent, self._template
+        return UsageWatch(template.run_dir.path, name, template.host, list_workers)
 
     def _forget(self, process: WorkerProcess) -> None:
         """Record that a process has ended: its place is free, and it writes no more pieces."""

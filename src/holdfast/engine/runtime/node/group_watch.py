@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.engine.core.membership.liveness import ActivityMeter, ActivitySample
 from holdfast.engine.core.types import NO_VIEW, Incarnation, WorkerId
 from holdfast.engine.core.worker_status import WorkerStatus
-from holdfast.engine.host.lifetime import session_cpu_s
+from holdfast.engine.host.lifetime import SessionUse, measure_sessions
 from holdfast.engine.runtime.node import fork_server
 from holdfast.engine.runtime.node.gpu_shares import visible_gpus
 from holdfast.engine.runtime.node.group_member import heartbeat_file, modules_of
@@ -40,7 +40,7 @@ class GroupWatch:
         `steps`: the result of `read_steps`.
         """
         running = {p.worker: p for p in processes if p.running}
-        cpu_s = session_cpu_s({p.pid for p in running.values()})
+        uses = measure_sessions({p.pid for p in running.values()})
         meters, self._meters = self._meters, {}
         for worker, process in running.items():
             status = self._said.get(worker)
@@ -50,7 +50,7 @@ class GroupWatch:
                 continue
             sample = ActivitySample(
                 at=now,
-                cpu_s=cpu_s.get(process.pid, 0.0),
+                cpu_s=uses.get(process.pid, SessionUse(0.0, 0)).cpu_s,
                 printed=process.printed_bytes,
                 step=steps.get(process.pid),
             )

@@ -6,11 +6,13 @@ const [LEFT, RIGHT, TOP, BOTTOM] = [58, 14, 14, 28];
 
 export class Chart {
   // `label(x)`: names a place of the horizontal axis, long or short.
-  constructor(box, { label, nothing, name }) {
+  // `onMark(id)`: the reader chooses a mark.
+  constructor(box, { label, nothing, name, onMark }) {
     this.box = box;
     this.label = label;
     this.points = [];
-    this.marks = []; // {at, text}
+    this.marks = []; // {id, at, text}
+    this.onMark = onMark;
     this.at = null; // where the reader points
     this.canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": name });
     this.tip = make("div", { class: "tip", role: "status", hidden: true });
@@ -20,6 +22,7 @@ export class Chart {
     box.append(this.canvas, this.tip, this.nothing);
     this.canvas.addEventListener("pointermove", (event) => this.point(this.value(event.offsetX)));
     this.canvas.addEventListener("pointerleave", () => this.point(null));
+    this.canvas.addEventListener("click", () => this.choose());
     this.canvas.addEventListener("blur", () => this.point(null));
     this.canvas.addEventListener("keydown", (event) => this.onKey(event));
     new ResizeObserver(() => this.draw()).observe(box);
@@ -151,8 +154,9 @@ export class Chart {
     this.tip.hidden = this.at === null;
     if (this.at !== null) {
       const found = this.nearest();
-      const near = (mark) => Math.abs(this.span.x(mark.at) - this.span.x(this.at)) < 7;
-      const faults = this.marks.filter(near).map((mark) => mark.text);
+      const near = this.nearMarks();
+      const faults = near.map((mark) => mark.text);
+      this.canvas.style.cursor = near.length ? "pointer" : "";
       const value = found[1] === null ? "not known" : showNumber(found[1], 5);
       this.tip.textContent = [`${this.label(found[0])}: ${value}`, ...faults].join(" · ");
       const right = this.span.x(found[0]) < this.span.width / 2;
@@ -162,9 +166,28 @@ export class Chart {
     this.draw();
   }
 
+  nearMarks() {
+    if (this.at === null) return [];
+    return this.marks.filter((mark) => Math.abs(this.span.x(mark.at) - this.span.x(this.at)) < 7);
+  }
+
+  choose() {
+    const [mark] = this.nearMarks();
+    if (mark) this.onMark(mark.id);
+  }
+
+  // Points at a mark; returns whether it is in the chart.
+  pointTo(id) {
+    const mark = this.marks.find((each) => each.id === id);
+    const shown = Boolean(mark && this.span && mark.at >= this.span.first && mark.at <= this.span.last);
+    if (shown) this.point(mark.at);
+    return shown;
+  }
+
   onKey(event) {
     const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (event.key === "Escape") return this.point(null);
+    if (event.key === "Enter") return this.choose();
     if (!way || !this.points.length) return;
     event.preventDefault();
     const now = this.at === null ? this.points.length - 1 : this.points.indexOf(this.nearest()) + way;

@@ -3,8 +3,9 @@
 import { Chart } from "./chart.js";
 import { byId, make, showCount, showNumber, showSeconds, showShare, showTime, swatch } from "./dom.js";
 import { Grid, stateName } from "./grid.js";
+import { Machines } from "./machines.js";
 import { giveOrder, showOrders } from "./orders.js";
-import { showEvents, showGoodput, showIncidents, showNotes } from "./sections.js";
+import { goToIncident, showEvents, showGoodput, showIncidents, showNotes } from "./sections.js";
 import { follow } from "./stream.js";
 import { WorkerPanel } from "./worker_panel.js";
 
@@ -20,8 +21,9 @@ if (location.search) history.replaceState(null, "", location.pathname);
 
 const panel = new WorkerPanel(askToMove, () => grid.choose(null));
 const grid = new Grid(byId("grid"), showWorker);
-const loss = new Chart(byId("loss"), { name: "Loss by step", nothing: "No loss is known yet.", label: (x, short) => (short ? showCount(Math.round(x)) : `step ${showCount(x)}`) });
-const rates = new Chart(byId("rates"), { name: "Steps per second", nothing: "No rate is known yet.", label: (x) => (x < 120 ? `${Math.round(x * 10) / 10} s` : showSeconds(x)) });
+const loss = new Chart(byId("loss"), { name: "Loss by step", nothing: "No loss is known yet.", onMark: goToIncident, label: (x, short) => (short ? showCount(Math.round(x)) : `step ${showCount(x)}`) });
+const rates = new Chart(byId("rates"), { name: "Steps per second", nothing: "No rate is known yet.", onMark: goToIncident, label: (x) => (x < 120 ? `${Math.round(x * 10) / 10} s` : showSeconds(x)) });
+const machines = new Machines(goToIncident);
 
 function showHead() {
   const { run, link, status, goodput, left, rates: rate, loss: last } = now;
@@ -142,8 +144,15 @@ function takeEvents({ first, items, whole }) {
 function showMarks() {
   const faults = now.incidents?.items ?? [];
   const began = now.rates?.began ?? 0;
-  loss.show(null, faults.filter((each) => each.step !== null).map((each) => ({ at: each.step, text: each.title })));
-  rates.show(now.rates?.points, faults.map((each) => ({ at: each.began - began, text: each.title })));
+  loss.show(null, faults.filter((each) => each.step !== null).map((each) => ({ id: each.id, at: each.step, text: each.title })));
+  const marks = faults.map((each) => ({ id: each.id, at: each.began - began, text: each.title }));
+  rates.show(now.rates?.points, marks);
+  machines.mark(began, marks);
+}
+
+function goToMark(id) {
+  const shown = [loss, rates, ...machines.charts].filter((chart) => chart.pointTo(id));
+  shown[0]?.box.scrollIntoView({ block: "center" });
 }
 
 function showSaves() {
@@ -169,7 +178,8 @@ follow(
     left: keep("left", showHead),
     saves: keep("saves", showSaves),
     troubles: (value) => showNotes("troubles", value, "None so far."),
-    incidents: keep("incidents", showMarks, () => showIncidents(now.incidents)),
+    incidents: keep("incidents", showMarks, () => showIncidents(now.incidents, goToMark)),
+    machines: (nodes) => machines.list(nodes),
     events: takeEvents,
     orders: showOrders,
     files: ({ problem }) => keep("problem", showHead)(problem),

@@ -33,23 +33,35 @@ export function showGoodput(goodput) {
   box.replaceChildren(make("p", { class: "dim" }, head), bar, make("div", { class: "scroll" }, make("table", {}, body)));
 }
 
-export function showIncidents(incidents) {
+// `toMark(id)`: shows the mark of an incident in the charts.
+export function showIncidents(incidents, toMark) {
   const box = byId("incidents");
   if (!incidents.items.length) {
     box.replaceChildren(make("p", { class: "dim" }, "None so far."));
     return;
   }
-  const rows = [...incidents.items].reverse().map(incidentRow);
+  const rows = [...incidents.items].reverse().map((each) => incidentRow(each, toMark));
   const more = incidents.total - incidents.items.length;
   if (more > 0) rows.push(make("p", { class: "dim" }, `${showCount(more)} older ones: holdfast explain`));
   box.replaceChildren(...rows);
 }
 
-function incidentRow(each) {
+// Opens the story of an incident and goes there.
+export function goToIncident(id) {
+  const found = [...byId("incidents").querySelectorAll("details")].find((each) => each.dataset.id === id);
+  if (!found) return;
+  found.open = true;
+  found.scrollIntoView({ block: "center" });
+  found.querySelector("summary").focus({ preventScroll: true });
+}
+
+function incidentRow(each, toMark) {
   const lost = each.worker_s === null ? "" : `; ${showSeconds(each.worker_s)} of workers’ time`;
   const cost = each.ended === null ? `open: ${each.cost}` : `${each.cost}${lost}`;
   const summary = make("summary", {}, `${showTime(each.began)}  ${each.title}`, make("span", { class: "cost" }, cost));
-  const found = make("details", { open: open.has(each.id) }, summary, make("pre", {}, each.story.join("\n")));
+  const mark = make("button", { type: "button", click: () => toMark(each.id) }, "Show in the charts");
+  const story = make("pre", {}, each.story.join("\n"));
+  const found = make("details", { open: open.has(each.id), "data-id": each.id }, summary, mark, story);
   found.addEventListener("toggle", () => (found.open ? open.add(each.id) : open.delete(each.id)));
   return found;
 }
