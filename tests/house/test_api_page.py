@@ -1,6 +1,6 @@
 """The Python page has every public name; docstrings name their parameters; examples run.
 
-The examples are those of the docstrings, and of the page, whose first one makes what they use.
+The examples are those of the docstrings and of the page; all begin with the page's first one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def examples_of(docstring: str) -> list[str]:
 
 
 def documented(path: str) -> Iterator[tuple[str, Any]]:
-    """Find a name of the page, and its members there, or without a list all that it defines."""
+    """Find a name of the page, and its members there; without a list all of its own."""
     found = find_object(path)
     yield path, found
     if inspect.isclass(found) and not issubclass(found, Exception):
@@ -77,7 +77,7 @@ def examples() -> Iterator[Any]:
 
 
 def docstring_of(name: str, found: Any) -> str:
-    """Return the docstrings of a name, and of what it overrides."""
+    """Return the docstrings of a name, and of the methods that it overrides."""
     owner, _, member = name.rpartition(".")
     bases = find_object(owner).__mro__[1:] if owner in SHOWN else ()
     overridden = [base.__dict__[member] for base in bases if member in base.__dict__]
