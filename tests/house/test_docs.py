@@ -76,6 +76,28 @@ def test_the_site_has_every_page() -> None:
     assert missing == set()
 
 
+#: What people type into a search, and the page whose title has these words.
+TITLES = {
+    "resume training after a crash": "after-a-resume",
+    "elastic training": "clusters",
+    "spot instances": "clusters",
+    "stragglers": "stragglers",
+    "silent data corruption": "silent-errors",
+    "async checkpoints": "checkpoints",
+    "in-memory checkpoints": "memory",
+    "fault tolerance": "failures",
+    "embedding tables": "tables",
+    "fsdp2": "sharding",
+    "reproducibility": "replay",
+}
+
+
+@pytest.mark.parametrize("words", TITLES)
+def test_titles_have_the_words_that_people_search_for(words: str) -> None:
+    title, _, _ = (ROOT / "docs" / f"{TITLES[words]}.md").read_text().partition("\n")
+    assert words in title.lower()
+
+
 def test_the_options_page_is_drawn_from_the_settings() -> None:
     page = (ROOT / "docs" / "options.md").read_text()
     assert load_script("draw_options.py").draw_page() == page, "run: python docs/draw_options.py"

@@ -109,6 +109,7 @@ def test_a_search_finds_the_page(address: str, tmp_path: Path) -> None:
 def test_no_page_asks_another_server_for_anything(site: Path) -> None:
     """A page's links may lead elsewhere; what a browser loads by itself may not."""
     loads = re.compile(r"<(?:script|img|iframe|link|source)\b[^>]*=[\"']?(?:https?:)?//[^>]*>")
+    assert loads.search("<script src=https://elsewhere.org/a.js>")
     pages = list(site.rglob("*.html"))
     assert len(pages) > 50
     assert {p.name: found for p in pages if (found := loads.findall(p.read_text()))} == {}
