@@ -2,7 +2,9 @@
 
 Documents link to files outside docs/: sheets, examples, stories. On a code host these links lead to
 the files. Here each of these files becomes a page of the site, and the links lead to it. A comment
-`<!-- docstring: NAME -->` becomes the documentation of that Python name, by mkdocstrings.
+`<!-- docstring: NAME -->` becomes the documentation of that Python name, by mkdocstrings, with the
+arguments that make it and all public members; `<!-- docstring: NAME: MEMBER, MEMBER -->` has these
+members alone. `<!-- object: NAME: MEMBER -->` is for a class whose objects scripts never make.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()([^()\s#]+)(#[^()\s]*)?(?=\))")
-DOCSTRING = re.compile(r"^<!-- docstring: ([\w.]+) -->$", re.MULTILINE)
+DOCSTRING = re.compile(
+    r"^<!-- (docstring|object): ([\w.]+)(?:: (\w+(?:, \w+)*))? -->$", re.MULTILINE
+)
 ELSEWHERE = re.compile(
     r"<(?:script|img|iframe)\b[^>]*\ssrc=[\"']?(?:https?:)?//[^>]*>"
     r"|<link\b(?=[^>]*rel=[\"']?(?:stylesheet|preconnect|icon))[^>]*href=[\"']?(?:https?:)?//[^>]*>"
@@ -120,7 +124,20 @@ def rewrite(path: str, uri: str, markdown: str) -> str:
         parts += [LINK.sub(replace, markdown[end : fence.start()]), fence[0]]
         end = fence.end()
     parts.append(LINK.sub(replace, markdown[end:]))
-    return DOCSTRING.sub(r"::: \1", "".join(parts))
+    return DOCSTRING.sub(show_docstring, "".join(parts))
+
+
+def show_docstring(found: re.Match[str]) -> str:
+    """Return the order for mkdocstrings that a comment stands for."""
+    kind, name, members = found.groups()
+    options: list[str] = []
+    if kind == "object":
+        options += ["merge_init_into_class: false", "show_bases: false", "members: false"]
+    if members:
+        options += [f"members: [{members}]", "inherited_members: true", "show_bases: false"]
+    unique = dict(option.split(": ", 1) for option in options)
+    lines = [f"      {option}: {value}" for option, value in unique.items()]
+    return "\n".join([f"::: {name}", *(["    options:", *lines] if lines else [])])
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

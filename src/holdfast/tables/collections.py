@@ -27,15 +27,18 @@ Bag = tuple[torch.Tensor, torch.Tensor]  # ids, offsets
 
 @dataclass(kw_only=True)
 class EmbeddingConfig:
-    """Describes a table that is looked up for sequences of ids.
+    """Describes a table `name` that is looked up for sequences of ids.
 
-    `feature_names`: the inputs that use it; by default one of the table's name. First values of
-    rows are uniform, by default up to sqrt(1 / num_embeddings) around 0.
+    It has `num_embeddings` rows of `embedding_dim` numbers. `feature_names`: the inputs that use
+    it; by default one of the table's name. First values of rows are uniform from `weight_init_min`
+    to `weight_init_max`, by default up to sqrt(1 / num_embeddings) around 0.
 
     With num_embeddings=None any 64-bit key has a row. `max_capacity`: how many keys have one of
     their own at a time. `admit_after`: how many updates use a key before it gets one. `evict`:
     which keys lose theirs when there is no room, those used least recently ("age") or least often
     ("frequency"). All of these decisions are functions of the job.
+
+        words = EmbeddingConfig(name="words", num_embeddings=1000, embedding_dim=8)
     """
 
     num_embeddings: int | None
@@ -63,7 +66,14 @@ class EmbeddingConfig:
 
 @dataclass(kw_only=True)
 class EmbeddingBagConfig(EmbeddingConfig):
-    """Describes a table whose rows are pooled for bags of ids; `pooling`: "sum" or "mean"."""
+    """Describes a table whose rows are pooled for bags of ids; `pooling`: "sum" or "mean".
+
+    All else is as for EmbeddingConfig.
+
+        items = EmbeddingBagConfig(
+            name="items", num_embeddings=None, embedding_dim=8, max_capacity=1000, pooling="mean"
+        )
+    """
 
     pooling: str = "sum"
 
@@ -139,8 +149,15 @@ class EmbeddingBagCollection(_Collection):
 
     Input: a KeyedJaggedTensor, for which a KeyedTensor is returned; or a mapping of features to
     (ids, offsets) or (ids, offsets, weights), for which a dictionary of [bags, dim] is returned. A
-    feature that several tables use is named feature@table in the result. `seed`,
-    `forward_precision`: as for Embedding. Raises UserError.
+    feature that several tables use is named feature@table in the result. `tables`: their
+    descriptions; `optimizer`: of all their rows; `seed`, `forward_precision`: as for Embedding.
+    Raises UserError.
+
+        config = EmbeddingBagConfig(name="items", num_embeddings=1000, embedding_dim=8)
+        tables = EmbeddingBagCollection([config], RowWiseAdagrad(lr=0.05))
+        job.protect(model=model, optimizer=optimizer, tables=tables)
+        ids, offsets = torch.tensor([3, 1, 4, 1]), torch.tensor([0, 3])
+        pooled = tables({"items": (ids, offsets)})["items"]  # [2, 8]: of 3, 1, 4 and of 1
     """
 
     def __init__(
@@ -172,7 +189,7 @@ class EmbeddingBagCollection(_Collection):
         self.row_optimizer = optimizer_of(list(made.values()), optimizer)
 
     def forward(self, features: Any) -> Any:
-        """Return the pooled rows of each feature, as the class describes."""
+        """Return the pooled rows of each of `features`, as the class describes."""
         given = _inputs(features)
         fetched = _fetch(self.row_optimizer, self.embedding_bags, self._lookups, given)
         pooled = self._pool_stacks(given, fetched)
@@ -214,7 +231,13 @@ class EmbeddingCollection(_Collection):
 
     Input: a KeyedJaggedTensor, for which a dictionary of JaggedTensor is returned; or a mapping of
     features to ids [...] or (ids, offsets), for which a dictionary of [..., dim] is returned.
-    `seed`, `forward_precision`: as for Embedding. Raises UserError.
+    `tables`, `optimizer`, `seed`, `forward_precision`: as for EmbeddingBagCollection. Raises
+    UserError.
+
+        config = EmbeddingConfig(name="words", num_embeddings=1000, embedding_dim=8)
+        tables = EmbeddingCollection([config], LazyAdam())
+        job.protect(model=model, optimizer=optimizer, tables=tables)
+        found = tables({"words": torch.tensor([[3, 1], [4, 1]])})["words"]  # [2, 2, 8]
     """
 
     def __init__(
@@ -239,7 +262,7 @@ class EmbeddingCollection(_Collection):
         self.row_optimizer = optimizer_of(list(made.values()), optimizer)
 
     def forward(self, features: Any) -> Any:
-        """Return the rows of each feature, as the class describes."""
+        """Return the rows of each of `features`, as the class describes."""
         given = _inputs(features)
         found: dict[str, Any] = {}
         fetched = _fetch(self.row_optimizer, self.embeddings, self._lookups, given)

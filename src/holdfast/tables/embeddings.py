@@ -412,11 +412,17 @@ class _Rows(nn.Module):
 class Embedding(_Rows, nn.Embedding):
     """Looks rows up, like torch.nn.Embedding; the job updates the rows by `optimizer`.
 
-    `name`: rows begin with values that follow from `seed`, this name and their ids. Two tables of
-    one job need two names. `seed`: by default torch.initial_seed(), which `holdfast.join` sets to
-    the job's. `keys`: for num_embeddings=None, rows for any 64-bit ids. `forward_precision`:
-    "fp16" if steps read rows rounded to float16, as which they then travel from servers: half the
-    bytes, and each number off by up to 0.05 %. The rows themselves stay float32. Raises UserError.
+    `num_embeddings`, `embedding_dim`, `padding_idx`, `device`: as in torch. `name`: rows begin with
+    values that follow from `seed`, this name and their ids. Two tables of one job need two names.
+    `weight_init_min`, `weight_init_max`: limits of these values, by default sqrt(1 /
+    num_embeddings) around 0. `seed`: by default torch.initial_seed(), which `holdfast.join` sets to
+    the job's. `keys`: for num_embeddings=None, rows for any 64-bit ids. `forward_precision`: "fp16"
+    if steps read rows rounded to float16, as which they then travel from servers: half the bytes,
+    and each number off by up to 0.05 %. The rows themselves stay float32. Raises UserError.
+
+        words = Embedding(1000, 8, name="words", optimizer=Adagrad(lr=0.1))
+        job.protect(model=model, optimizer=optimizer, words=words)
+        rows = words(torch.tensor([[3, 1], [4, 1]]))  # [2, 2, 8]
     """
 
     def __init__(  # tidy: allow constructor-size because these are torch's own arguments
@@ -452,7 +458,9 @@ class Embedding(_Rows, nn.Embedding):
         input: torch.Tensor,  # noqa: A002 - as torch names it
         found: FoundRows | None = None,
     ) -> torch.Tensor:
-        """Return the rows of ids [...] as [..., embedding_dim]. UserError for an unknown id.
+        """Return the rows of the ids `input` [...] as [..., embedding_dim].
+
+        UserError for an unknown id.
 
         `found`: what a collection has fetched for them.
         """
@@ -467,8 +475,12 @@ class Embedding(_Rows, nn.Embedding):
 class EmbeddingBag(_Rows, nn.EmbeddingBag):
     """Sums or averages rows, like torch.nn.EmbeddingBag; the job updates them by `optimizer`.
 
-    `name`, `seed`, `keys`, `forward_precision`: as for Embedding. `mode`: "sum" or "mean"; "max"
-    has no sparse gradient. Raises UserError.
+    `mode`: "sum" or "mean"; "max" has no sparse gradient. `include_last_offset`: as in torch. All
+    else is as for Embedding. Raises UserError.
+
+        items = EmbeddingBag(None, 8, name="items", keys=KeyRules(capacity=1000))
+        job.protect(model=model, optimizer=optimizer, items=items)
+        pooled = items(torch.tensor([3, 1, 4, 1]), torch.tensor([0, 3]))  # [2, 8]
     """
 
     def __init__(  # tidy: allow constructor-size because these are torch's own arguments

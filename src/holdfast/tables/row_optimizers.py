@@ -31,7 +31,19 @@ class KeyedRows(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOptimizer(ABC):
-    """Updates the rows of tables. `lr`: the rate at first; param groups may change it later."""
+    """Updates the rows of tables. `lr`: the rate at first; param groups may change it later.
+
+    A class of your own needs `slots` and `update`:
+
+        class SignSGD(RowOptimizer):
+            def slots(self, dim):
+                return {}
+
+            def update(self, rows, slots, grads, lr, step):
+                rows.sub_(grads.sign(), alpha=lr)
+
+        words = Embedding(1000, 8, name="words", optimizer=SignSGD(lr=0.01))
+    """
 
     lr: float
 
@@ -48,8 +60,8 @@ class RowOptimizer(ABC):
     ) -> None:
         """Update rows and slots in place.
 
-        `rows`, `grads`: [rows, dim]; `slots`: [rows, width] each. `step`: 1 for the first update
-        of the table, and so on.
+        `rows`, `grads`: [rows, dim]; `slots`: [rows, width] each. `lr`: the rate now. `step`: 1 for
+        the first update of the table, and so on.
         """
 
     def update_at(
@@ -64,7 +76,8 @@ class RowOptimizer(ABC):
     ) -> None:
         """Update only the rows of a table at these places, in place.
 
-        `places`: [n], each once; `rows`, `slots`: of the whole table; `grads`: [n, dim].
+        `places`: [n], each once; `rows`, `slots`: of the whole table; `grads`: [n, dim]. `lr` and
+        `step`: as for `update`.
         """
         used = rows.index_select(0, places)
         used_slots = {name: each.index_select(0, places) for name, each in slots.items()}
@@ -83,7 +96,9 @@ class RowOptimizer(ABC):
 class SGD(RowOptimizer):
     """Plain gradient descent with momentum, in the formula of torch.optim.SGD.
 
-    The momentum of a row that a step has not used stands still, unlike in torch.optim.SGD.
+    The `momentum` of a row that a step has not used stands still, unlike in torch.optim.SGD.
+
+        words = Embedding(1000, 8, name="words", optimizer=SGD(lr=0.1, momentum=0.9))
     """
 
     lr: float = 0.01
@@ -108,7 +123,12 @@ class SGD(RowOptimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adagrad(RowOptimizer):
-    """Adagrad with a sum of squares for each number, in the formula of torch.optim.Adagrad."""
+    """Adagrad with a sum of squares for each number, in the formula of torch.optim.Adagrad.
+
+    `eps`, `initial_accumulator_value`: as in torch.
+
+        words = Embedding(1000, 8, name="words", optimizer=Adagrad(lr=0.1))
+    """
 
     lr: float = 0.01
     eps: float = 1e-10
@@ -137,6 +157,9 @@ class RowWiseAdagrad(RowOptimizer):
     """Adagrad with one sum for each row: of the means of its squared gradients.
 
     It is fbgemm's EXACT_ROWWISE_ADAGRAD without weight decay, and keeps one number for each row.
+    `eps`: added to the root of the sum.
+
+        words = Embedding(1000, 8, name="words", optimizer=RowWiseAdagrad(lr=0.05))
     """
 
     lr: float = 0.01
@@ -160,7 +183,12 @@ class RowWiseAdagrad(RowOptimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyAdam(RowOptimizer):
-    """Adam whose moments stand still for rows that a step has not used: torch.optim.SparseAdam."""
+    """Adam whose moments stand still for rows that a step has not used: torch.optim.SparseAdam.
+
+    `betas`, `eps`: as in torch.
+
+        words = Embedding(1000, 8, name="words", optimizer=LazyAdam(lr=1e-3))
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)

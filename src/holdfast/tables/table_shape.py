@@ -70,7 +70,10 @@ class KeyRules:
     """Describes how keys of a table get rows of their own, and lose them.
 
     `capacity`: how many keys have one at a time, about. `admit_after`: how many updates use a key
-    before it gets one. `evict`: AGE or FREQUENCY.
+    before it gets one. `evict`: which keys lose theirs when there is no room, those used least
+    recently ("age") or least often ("frequency").
+
+        words = Embedding(None, 8, name="words", keys=KeyRules(capacity=1000, evict="frequency"))
     """
 
     capacity: int

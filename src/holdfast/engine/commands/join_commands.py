@@ -35,7 +35,7 @@ from holdfast.engine.runtime.launcher import (
     launch_standby,
 )
 from holdfast.engine.runtime.leadership.election import FORM, open_election
-from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.runtime.rundir import RUNS, RunDir
 from holdfast.engine.runtime.user_script import is_present
 from holdfast.engine.wire.messages import JoinReply, JoinRequest
 
@@ -111,7 +111,7 @@ def join_as_agent(argv: list[str]) -> int:
     name = AgentId(options.name or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     if not os.path.isdir(spec.cwd) or not is_present(spec.cwd, spec.script):
         raise UserError(f"the job's script {spec.script} is not under {spec.cwd} on this machine")
-    run_dir = RunDir((options.run_dir or Path("holdfast-runs") / name).absolute())
+    run_dir = RunDir((options.run_dir or RUNS / name).absolute())
     run_dir.attach(spec, secret)
     save_checks(run_dir.path, name, checks)
     os.chdir(spec.cwd)

@@ -24,7 +24,7 @@ from holdfast.engine.net.standard_streams import print_line, print_plain
 from holdfast.engine.net.tcp import check_endpoint
 from holdfast.engine.net.tls import peer_tls_of
 from holdfast.engine.plugins import find_launcher, find_manager, list_launchers, load
-from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.runtime.rundir import RUNS, RunDir
 
 HERE = "127.0.0.1"  # the host that `holdfast resume` gives unless --host names another one
 WAIT = "--wait-for-nodes"
@@ -162,7 +162,7 @@ def run_dir_of(options: argparse.Namespace) -> Path:
     """Return the path of the run directory, and set the option where it was not given."""
     if options.run_dir is None:
         name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-        options.run_dir = Path("holdfast-runs") / name
+        options.run_dir = RUNS / name
     return Path(options.run_dir).absolute()
 
 

@@ -53,7 +53,7 @@ from holdfast.engine.runtime.launcher import (
     launch_job,
 )
 from holdfast.engine.runtime.leadership.election import parse_election
-from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.runtime.rundir import RUNS, RunDir
 from holdfast.engine.runtime.user_script import MODULE_MARK, is_present, name_of_module
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import absolute_store, check_writable, open_storage
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
         return 0
     spec = make_spec(options)
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-    run_dir = RunDir(options.run_dir or Path("holdfast-runs") / name)
+    run_dir = RunDir(options.run_dir or RUNS / name)
     peer_tls_of(options.tls)  # raises UserError for a bad one
     beside = [find_listener(name).listen(run_dir, options.tls) for name in options.listeners]
     checks = parse_all_checks(options.check, options.check_limit_s)

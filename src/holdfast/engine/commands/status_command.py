@@ -17,7 +17,7 @@ from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tls import client_of
 from holdfast.engine.runtime.contact import job_status
 from holdfast.engine.runtime.job_status import JobStatus, NodeStatus
-from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.runtime.rundir import RUNS, RunDir
 
 
 def main(argv: list[str]) -> int:
@@ -31,7 +31,10 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     named = [path for path in (options.run, options.run_dir) if path is not None]
     if len(named) != 1:
-        parser.error("name one run directory: holdfast status RUN")
+        newest = max(
+            (run.path for run in map(RunDir, RUNS.glob("*")) if run.job.is_file()), default="RUN"
+        )
+        parser.error(f"name one run directory: holdfast status {newest}")
     try:
         status = job_status(RunDir(named[0]), client_of(options.tls))
     except NoAnswer as error:

@@ -26,6 +26,7 @@ from holdfast.engine.state.store.regular_files import (
 )
 from holdfast.engine.wire.job_document import COORDINATOR_FILE, JOB_FILE, decode_job, encode_job
 
+RUNS = Path("holdfast-runs")  # runs are kept here, where no other place is given
 STACKS_DIR = "stacks"  # workers write there where their threads are
 BUNDLES_DIR = "post-mortem"  # a file for each incident
 

@@ -43,6 +43,9 @@ def join(*, seed: int | None = None) -> Job:
     Seeds Python's, NumPy's and torch's generators from the job's seed, so that every worker builds
     the same model. `seed` overrides the launcher's. Raises UserError on a broken environment,
     and in a worker that has joined its job already.
+
+        job = holdfast.join()
+        model = torch.nn.Linear(8, 4)  # every worker makes the same one
     """
     environment = WorkerEnvironment.read(os.environ)
     if _jobs and environment.run_dir is not None:
@@ -155,7 +158,24 @@ class JobFacts:
 
 
 class Job(JobFacts):
-    """Connects one worker's script with the whole job. Made by `join`, never directly."""
+    """Connects one worker's script with the whole job. Made by `join`, never directly.
+
+    `seed`: the job's.
+
+        job = holdfast.join()
+        job.protect(model=model, optimizer=optimizer, scheduler=scheduler)
+        data = job.batches(dataset, batch_size=16)
+        for epoch in job.epochs(data, until=2):
+            for step in epoch:
+                for inputs, targets in step:
+                    step.backward(loss_fn(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+            score = job.evaluate(lambda batch: loss_fn(model(batch[0]), batch[1]), dataset, 64)
+            if job.is_leader:
+                print(epoch.index, score)
+    """
 
     def __init__(self, control: Control) -> None:
         super().__init__(control)
@@ -176,7 +196,7 @@ class Job(JobFacts):
 
         Each must have `state_dict` and `load_state_dict`. Gradients of every nn.Module's parameters
         are reduced; rows of tables of `holdfast.tables` are updated as well. Call it once, before
-        the first `steps`. Raises UserError.
+        the first `steps`. `objects`: their names are those in checkpoints. Raises UserError.
         """
         if self._loops.script is not None:
             raise UserError(
@@ -217,10 +237,12 @@ class Job(JobFacts):
     ) -> Batches | SampledBatches:
         """Return batches of a map-style dataset: `batch_size` samples per virtual rank and step.
 
-        Every epoch is a permutation that depends on the job's seed only. Without `drop_last` an
-        epoch's last step shares out the remaining samples, and gradients are weighted so that they
-        stay the mean over the step's samples. `loading`: fields of LoadOptions. `dataset` may be a
-        DataLoader, whose settings are then used; each virtual rank takes its sampler's next batch.
+        With `shuffle` every epoch is a permutation that depends on the job's seed only. Without
+        `drop_last` an epoch's last step shares out the remaining samples, and gradients are
+        weighted so that they stay the mean over the step's samples. `loading`: `num_workers`,
+        `collate_fn`, `pin_memory`, `prefetch_factor`, `multiprocessing_context`, as for a
+        DataLoader. `dataset` may be a DataLoader, whose settings are then used; each virtual rank
+        takes its sampler's next batch. Raises UserError.
 
         `index`: a file that `holdfast data index` has written; each sample is compared with it. A
         sample that differs is read again, then from `mirrors`, other datasets of the same samples.
@@ -254,8 +276,10 @@ class Job(JobFacts):
         dataset that is cut by `shard(num_shards, index)`, as those of Hugging Face. Each virtual
         rank reads a shard of its own, and starts again at its end. The positions in the shards are
         a part of the job's state; when a shard moves to another worker, that worker reads it from
-        its beginning. `split`: as for `batches`; every process of a worker reads all samples.
-        Raises UserError.
+        its beginning. `collate_fn`: as for a DataLoader. `split`: as for `batches`; every process
+        of a worker reads all samples. Raises UserError.
+
+            numbers = job.stream(lambda shard, shards: range(shard, 1000, shards), batch_size=4)
         """
         return self._data.stream(dataset, batch_size, collate_fn, split)
 
@@ -264,6 +288,8 @@ class Job(JobFacts):
 
         Data, epochs and random numbers continue from there. Call it before the first loop; a job
         that has already begun keeps its own step and gives it to this worker. Raises UserError.
+
+            job.begin_at(5000)
         """
         if self._loops.script is not None or step < 0:
             raise UserError(
@@ -277,7 +303,8 @@ class Job(JobFacts):
         `store`: as its --store was; `step`: of the checkpoint, by default the newest. The two jobs
         may have different numbers of virtual ranks and of processes per worker, and must protect
         the same objects by the same names. job.values are taken over, too. Call it after `protect`,
-        before the first loop; a job that has begun keeps its own state. Raises UserError.
+        before the first loop; a job that has begun keeps its own state. Raises UserError, and
+        WorldError if the store cannot be read.
         """
         if self._loops.script is not None or not self._protected:
             raise UserError(
@@ -317,7 +344,7 @@ class Job(JobFacts):
         Without `data` each step yields `Task`s, for which the script makes its own batches; the
         global random generators are keyed by them. The loop's end is a meeting point: the leader
         leaves it first; the other workers follow once the leader's script has ended or asked for
-        steps again, so that one of them can take its place.
+        steps again, so that one of them can take its place. Raises UserError.
         """
         return self._loops.steps(data, until)
 
@@ -347,6 +374,8 @@ class Job(JobFacts):
         be called for a step that is under way when the leader is lost. Steps that are repeated from
         a checkpoint are called again. Call this on all workers, before the loops. `fn` must not
         call functions for all workers (evaluate, agree), nor change protected objects.
+
+            job.on_step_end(lambda step: print(step.index, step.loss))
         """
         self._loops.at_step_end.append(fn)
 
@@ -355,6 +384,9 @@ class Job(JobFacts):
 
         One worker's call is enough. Later loops have no steps. It has no effect where steps are
         computed again (`holdfast replay`), because a script may stop for a reason outside the job.
+
+            if time.time() > ends_at:
+                job.stop()
         """
         if not self._environment.replays:
             (self._loops.script or self._loops.find_script()).steps.stop()
@@ -366,6 +398,8 @@ class Job(JobFacts):
 
         All workers must call it, at the same place of the script. The value is made of numbers,
         strings, lists and dictionaries, and is recorded in the ledger. Raises UserError.
+
+            began = job.agree(time.time())
         """
         return self._loops.agree(value)
 
@@ -382,8 +416,8 @@ class Job(JobFacts):
         `fn` gets a batch and returns a number (the mean over the batch), a pair (sum, weight), or a
         dictionary of these; it runs without gradients, the protected modules in evaluation mode.
         `data`: a map-style dataset with `batch_size`, or a DataLoader of all its samples, whose
-        order and worker processes do not matter. All workers must call it, at the same place of the
-        script. Raises UserError.
+        order and worker processes do not matter; its `collate_fn` is used unless another is given.
+        All workers must call it, at the same place of the script. Raises UserError.
         """
         if isinstance(data, DataLoader):
             loader = of_loader(data)

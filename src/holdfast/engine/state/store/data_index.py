@@ -298,7 +298,14 @@ def _read_fully(read: Callable[[int], bytes | None], size: int) -> bytes:
 
 
 class VerifiedFiles:
-    """Offers the bytes of a tree of files, or of a single file, whose name is empty."""
+    """Offers the bytes of a tree of files, or of a single file, whose name is empty.
+
+    `root`: the tree or the file. `index`: what `holdfast data index` has written for it. `mirrors`:
+    copies, which are read where `root` has other bytes. Errors come with the first read.
+
+        files = holdfast.VerifiedFiles("tokens.bin", "tokens.bin.hfindex")
+        tokens = numpy.frombuffer(files.read(offset=0, size=64), dtype="uint16")
+    """
 
     def __init__(
         self,
@@ -328,11 +335,14 @@ class VerifiedFiles:
         return list(self._files)
 
     def size(self, name: str = "") -> int:
-        """Return a file's size in bytes, as the index says. UserError if it does not know it."""
+        """Return the size in bytes of the file `name`, as the index says.
+
+        UserError for a file that it does not know.
+        """
         return self._entry(name).size
 
     def read(self, offset: int, size: int, name: str = "") -> bytes:
-        """Read bytes of a file.
+        """Read `size` bytes of the file `name` from byte `offset` on.
 
         UserError for a file or a range that the index does not know; Damaged if a block is nowhere
         as the index says.

@@ -118,7 +118,13 @@ class ReadData(LoopData, Generic[AnyReadPlan]):
 
 
 class Batches(LoopData):
-    """Cuts the samples of a dataset into steps; made by `Job.batches`."""
+    """Cuts the samples of a dataset into steps.
+
+    Made by `Job.batches`.
+
+        data = job.batches(dataset, batch_size=16, num_workers=2)
+        scheduler = CosineAnnealingLR(optimizer, T_max=20 * data.steps_per_epoch)
+    """
 
     has_epochs = True
 
@@ -201,8 +207,15 @@ class Batches(LoopData):
 class Task:
     """Names one task of a step for which the script makes its own batch.
 
-    The task's numbers key the global generators of Python, NumPy and torch: the random numbers do
-    not depend on the worker that computes the task.
+    `step` and `vrank`, its step and virtual rank, key the global generators of Python, NumPy and
+    torch: the random numbers do not depend on the worker that computes the task.
+
+        for step in job.steps(until=10):
+            for task in step:
+                inputs = torch.randn(16, 8)  # the same for this task on any worker
+                step.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
     """
 
     step: int

@@ -151,6 +151,16 @@ class Stream(ReadData[StreamPlan]):
     """Cuts the samples of a stream into steps; made by `Job.stream`.
 
     `states`: the states that the shards' readers have reported; a part of the job's state.
+
+        def read(shard, shards):
+            yield from (dataset[i] for i in range(shard, len(dataset), shards))
+
+        data = job.stream(read, batch_size=4)
+        for step in job.steps(data, until=10):
+            for inputs, targets in step:
+                step.backward(loss_fn(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
     """
 
     def __init__(

@@ -131,7 +131,18 @@ class OpenTask:
 
 
 class Step:
-    """Runs one step of the job in its script: iterate over it, then use `.grad` and `loss`."""
+    """Runs one step of the job in its script: iterate over it, then use `.grad` and `loss`.
+
+    `index`: its number, from 0. `epoch`, `step_in_epoch`: its place in the data. After the batches
+    `loss` is the mean over the samples of all workers, and `gathered` has what tasks have handed
+    over. `metrics`: a dictionary of the script, for callbacks. Made by `Job.steps` and by an Epoch.
+
+        for step in job.steps(data, until=10):
+            for inputs, targets in step:
+                step.backward(loss_fn(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    """
 
     def __init__(self, steps: StepRunner, source: Source, index: int, ends: LoopEnd) -> None:
         self.index = index
@@ -160,6 +171,9 @@ class Step:
         With several rounds, one after the other, a step serves several optimizers: each round is
         reduced and committed as a step is, with the same batches. Without names all modules are
         trained. Raises UserError for a name that is not a protected module's.
+
+            for inputs, targets in step.round("model"):
+                step.backward(loss_fn(model(inputs), targets))
         """
         steps = self._steps
         steps.open(of=steps.modules_named(names) if names else None)
@@ -224,6 +238,12 @@ class Step:
         all of them, gradients are zeros and `loss` is NaN. The ledger keeps count. Whether a batch
         is left out must follow from the batch, the model or the step. Raises UserError when called
         out of turn.
+
+            for inputs, targets in step:
+                if inputs.isfinite().all():
+                    step.backward(loss_fn(model(inputs), targets))
+                else:
+                    step.skip()
         """
         if self._open is None:
             raise UserError(
@@ -247,6 +267,11 @@ class Step:
         as before. A task that is repeated, or computed by several workers, counts once. Raises
         UserError outside of a task, for a name that the task has used, and for a value that cannot
         be sent.
+
+            for inputs, targets in step:
+                step.gather("largest", inputs.max().item())
+                step.backward(loss_fn(model(inputs), targets))
+            largest = max(step.gathered["largest"])
         """
         if self._open is None:
             raise UserError(
@@ -428,7 +453,15 @@ class Epoch:
     """Is one pass over the data: iterate over it, once, to go through its steps.
 
     `index`: its number, from 0. A worker that joins in the middle of it goes through the remaining
-    steps.
+    steps. Made by `Job.epochs`.
+
+        for epoch in job.epochs(data, until=2):
+            for step in epoch:
+                for inputs, targets in step:
+                    step.backward(loss_fn(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
     """
 
     def __init__(self, index: int, walk: EpochWalk, first: Step) -> None:

@@ -109,6 +109,14 @@ class RankState:
     """Is one state of every virtual rank; made by `Job.rank_state`.
 
     `value` is the state of the present task. It may be changed in place or replaced.
+
+        hidden = job.rank_state("hidden", lambda rank: torch.zeros(8))
+        for step in job.steps(data, until=10):
+            for inputs, targets in step:
+                step.backward(loss_fn(model(inputs + hidden.value), targets))
+                hidden.value = inputs.mean(0)
+            optimizer.step()
+            optimizer.zero_grad()
     """
 
     def __init__(
