@@ -22,7 +22,7 @@ class NVMLError(Exception):
 
 @dataclass
 class Gpu:
-    """One healthy data-centre GPU, unless said otherwise."""
+    """One healthy data-centre GPU, unless a test changes it."""
 
     bus: str = "00000000:3B:00.0"
     name: str = "NVIDIA H100 80GB HBM3"
@@ -146,7 +146,7 @@ class FakeNvml:
         return SimpleNamespace(used=self._told(gpu, gpu.used))
 
     def nvmlDeviceGetFieldValues(self, gpu: Gpu, fields: list[int]) -> list[Any]:
-        """Answer like the real one: unsupported values are marked, nothing raised."""
+        """Answer like the real one: mark unsupported values, raise no error."""
         assert fields == [230]
         self._told(gpu, 0)
         code = self.NVML_SUCCESS if gpu.recovery is not None else self.NVML_ERROR_NOT_SUPPORTED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.engine.host.findings import Limits
 
-# What other programs do to this machine meanwhile is no part of these tests.
+# The effect of other programs on this machine is no part of these tests.
 CALM = Limits(
     memory_available=(-1, -1),
     swap_used=2,

@@ -1,8 +1,8 @@
-"""A tiny cluster around the machines of the core: nothing moves unless a story says so.
+"""A tiny cluster around the machines of the core: only a story's commands move it.
 
-What machines send each other waits until it is delivered; tasks, sums and copies are done when the
-story says that they are. There is no chance, and the clock only moves as messages are delivered, or
-by a story's word.
+What machines send each other waits until it is delivered; tasks, sums and copies are done when a
+command of the story finishes them. There is no chance, and the clock only moves as messages are
+delivered, or by a command of the story.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Process:
 
 
 class Cluster:
-    """Drives the machines (see the module). `blocks`: their acts since somebody last looked."""
+    """Drives the machines (see the module). `blocks`: their acts since they were last shown."""
 
     def __init__(self, setting: Setting, machines: Machines) -> None:
         self.setting = setting
@@ -234,7 +234,7 @@ class Cluster:
     # ------------------------------------------------------------ workers
 
     def end(self, process: Process, code: int, detail: str = "") -> None:
-        """End a process; its agent has not heard of it yet."""
+        """End a process; its agent does not know it yet."""
         if not process.alive:
             return
         process.alive = False
@@ -331,7 +331,7 @@ class Cluster:
         return (process.host.name, *(each.node for each in further))
 
     def _script_goes_on(self, process: Process) -> Iterator[ev.WorkerEvent]:
-        """Let the script begin work that takes time, and do the rest of its work at once."""
+        """Make the script begin work that takes time, and do the rest of its work at once."""
         work = process.work
         while work.doing is None and work.script:
             effect = work.script.popleft()
@@ -348,7 +348,7 @@ class Cluster:
     # ------------------------------------------------------------ delivering
 
     def hear_reports(self, host: Host | None = None) -> bool:
-        """Have the coordinator hear the reports under way, or those of one node."""
+        """Deliver the reports under way, or those of one node, to the coordinator."""
         found = [r for r in self.reports if host is None or r.agent == host.name]
         self.reports = deque(r for r in self.reports if r not in found)
         for report in found:
@@ -356,7 +356,7 @@ class Cluster:
         return bool(found)
 
     def hear_directives(self, host: Host) -> bool:
-        """Have an agent hear what the coordinator has sent it."""
+        """Deliver to an agent the directives that the coordinator has sent it."""
         if not host.runs or not host.inbox:
             return False
         while host.inbox:
@@ -364,7 +364,7 @@ class Cluster:
         return True
 
     def hear_workers(self, host: Host) -> bool:
-        """Have an agent hear what its workers have said, and which processes have ended."""
+        """Deliver to an agent the statuses of its workers, and the ends of processes."""
         if not host.runs or not host.local:
             return False
         if held := self.memories.news(host.name):
@@ -374,7 +374,7 @@ class Cluster:
         return True
 
     def be_directed(self, process: Process) -> bool:
-        """Have a worker hear what its agent has sent it."""
+        """Deliver to a worker the directive that its agent has sent it."""
         if not process.runs or not process.inbox:
             return False
         while process.inbox and process.runs:
@@ -394,7 +394,7 @@ class Cluster:
         raise StoryError("control messages never end")
 
     def review(self) -> bool:
-        """Let the coordinator make the review that it puts off while many changes arrive."""
+        """Make the review that the coordinator puts off while many changes arrive."""
         machine = self.coordinator
         deadline = machine.deadline() if machine is not None else None
         if deadline is None or deadline > self.now + INSTANT_S:
@@ -409,7 +409,7 @@ class Cluster:
     # ------------------------------------------------------------ time
 
     def wait(self, seconds: float, *, heard: bool) -> None:
-        """Let time pass; `heard`: control messages are delivered meanwhile."""
+        """Advance the clock; `heard`: control messages are delivered in that time."""
         until = self.now + seconds
         if heard:
             self.settle()
@@ -423,7 +423,7 @@ class Cluster:
         self.now = max(self.now, until)
 
     def _beat(self) -> None:
-        """Have workers repeat their statuses, which show their progress."""
+        """Make workers repeat their statuses, which show their progress."""
         if self.now >= self._beat_at:
             self._beat_at = self.now + HEARTBEAT_S
             for process in self.newest():

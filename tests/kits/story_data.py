@@ -1,7 +1,7 @@
 """Defines what the workers of a story exchange, and what their scripts compute.
 
-Numbers stand for tensors, so that every mistake shows. A group collects the words of its members.
-The story hands them on, once all members have spoken.
+Numbers stand for tensors, so that every mistake shows. A group collects the messages of its
+members. The story delivers them, once all members have sent theirs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Work:
 
 
 class Group:
-    """Collects what the members of one view have said, until it is handed on."""
+    """Collects the messages of the members of one view, until they are delivered."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -84,7 +84,8 @@ class Group:
         self.closed: set[WorkerId] = set()  # members that have left the view
         self.reduces: dict[WorkerId, ef.Reduce] = {}
         self._rows: dict[str, list[dict[WorkerId, object]]] = {}  # the turns of each exchange
-        self._heard: dict[tuple[str, WorkerId], int] = {}  # number of turns that a member has heard
+        # The number of exchanges that a member has received.
+        self._heard: dict[tuple[str, WorkerId], int] = {}
         self.sent: dict[WorkerId, list[int]] = {}  # missed steps under way
         self.wrongly: list[int] = []  # ranks that have made their parts of a sum wrongly
         self.notes: dict[WorkerId, list[ev.WorkerEvent]] = {}  # news for one member alone
@@ -92,7 +93,7 @@ class Group:
     # ------------------------------------------------------------ saying
 
     def said(self, worker: WorkerId, work: Work, effect: ef.WorkerEffect) -> None:
-        """Take in what a member tells the others."""
+        """Take in a message of a member to the other members."""
         match effect:
             case ef.Gather(_, topic, row):
                 told = (*row, float(work.fingerprint)) if topic is Topic.REPORT_FAULT else row
@@ -154,14 +155,14 @@ class Group:
     # ------------------------------------------------------------ hearing
 
     def missing(self, kind: str, worker: WorkerId) -> list[WorkerId] | None:
-        """Return the members that this one waits for; None if it waits for nothing."""
+        """Return the members that this one waits for; None if it waits for no exchange."""
         turn = self._turn(kind, worker)
         if turn is None or worker not in turn:
             return None
         return [w for w in self.view.workers if w not in turn]
 
     def hear(self, kind: str, worker: WorkerId) -> list[object]:
-        """Return what all have said, by rank, to a member that has not heard it yet."""
+        """Return all members' messages, by rank, to a member that has not received them yet."""
         turn = self._turn(kind, worker)
         assert turn is not None, "nothing was said"
         self._heard[kind, worker] = self._heard.get((kind, worker), 0) + 1

@@ -27,13 +27,13 @@ from story_commands import (
 
 @command(rf"{WORKER} dies")
 def dies(cluster: Cluster, worker: str) -> None:
-    """A process is killed; nobody has heard of it yet."""
+    """A process is killed; its agent does not know it yet."""
     cluster.end(process_of(cluster, worker), -9)
 
 
 @command(rf"{WORKER} notices that its processes on {NODE} are gone")
 def misses(cluster: Cluster, worker: str, node: str) -> None:
-    """The first process of a worker that is spread over nodes has lost the others of a node."""
+    """The first process of a worker that is spread over nodes has lost the processes of a node."""
     cluster.end(
         process_of(cluster, worker), -9, "process 1 of this worker, on another node, was lost"
     )
@@ -41,7 +41,7 @@ def misses(cluster: Cluster, worker: str, node: str) -> None:
 
 @command(rf"shard (?P<shard>\d+) of {WORKER} (?P<how>falls behind|catches up)")
 def shard_behind(cluster: Cluster, shard: str, worker: str, how: str) -> None:
-    """One process of a worker falls behind, or is level with the others again."""
+    """Make one process of a worker fall behind, or catch up again."""
     process = process_of(cluster, worker)
     if how == "falls behind":
         process.shards.hold_back(int(shard))
@@ -59,7 +59,7 @@ def shard_breaks(cluster: Cluster, shard: str, worker: str) -> None:
 
 @command(rf"{WORKER} (?P<how>freezes|thaws)")
 def freezes(cluster: Cluster, worker: str, how: str) -> None:
-    """A process does nothing, or does again."""
+    """Freeze a process, or continue it."""
     process = process_of(cluster, worker)
     process.frozen = how == "freezes"
     if process.runs:
@@ -135,7 +135,7 @@ def writer_dies(cluster: Cluster, worker: str) -> None:
 
 @command(rf"the writer of {WORKER} waits in vain")
 def writer_waits(cluster: Cluster, worker: str) -> None:
-    """The first share has waited long enough for the others."""
+    """The first share has waited long enough for the other shares."""
     process = process_of(cluster, worker)
     if not process.work.saving:
         raise StoryError("it waits for nothing")
@@ -188,7 +188,7 @@ def node_dies(cluster: Cluster, node: str) -> None:
 
 @command(rf"{NODE} comes back")
 def node_back(cluster: Cluster, node: str) -> None:
-    """A node's agent is started again, and nothing of what ran there."""
+    """A node's agent is started again, without the processes that ran there."""
     cluster.start_agent(host_of(cluster, node))
 
 
@@ -201,7 +201,7 @@ def node_joins(cluster: Cluster, node: str, places: str) -> None:
 
 @command(rf"{NODE} (?P<how>freezes|thaws)")
 def node_freezes(cluster: Cluster, node: str, how: str) -> None:
-    """A whole machine stands still, or goes on: timers come first."""
+    """A whole machine stands still, or continues: timers come first."""
     host = host_of(cluster, node)
     host.frozen = how == "freezes"
     here = [p for p in cluster.newest() if p.host is host and p.alive]
@@ -255,7 +255,7 @@ def well_again(cluster: Cluster, node: str) -> None:
 
 @command("the coordinator dies")
 def coordinator_dies(cluster: Cluster) -> None:
-    """Messages under way to it are lost; those that it has sent arrive."""
+    """Messages under way to it are lost; the messages that it has sent arrive."""
     cluster.coordinator = None
     cluster.reports.clear()
 

@@ -14,7 +14,7 @@ from holdfast.engine.core.views import FollowOrder, View
 
 @dataclass
 class Feed:
-    """Keeps the messages of one order; none arrives until the story says so."""
+    """Keeps the messages of one order; a command of the story makes them arrive."""
 
     order: FollowOrder
     view: View
@@ -55,7 +55,7 @@ class Feeds:
                 yield ev.StepObtained(SourceKind.FEED, view, step)
 
     def arrives(self, worker: WorkerId) -> ev.StateFed | ev.StepFed | None:
-        """What a follower hears next; None if a member has yet to send its part."""
+        """The next event of a follower; None if a member has yet to send its part."""
         order = self._followed.get(worker)
         feed = self._by_view.get(order.view) if order is not None else None
         if order is None or feed is None or feed.shares != set(feed.view.workers):

@@ -1,7 +1,7 @@
 """What the nodes of a story keep in their memory: pieces of states and of reduced gradients.
 
-The memory itself is the simulator's. A worker's pieces get there when the story says so, and are
-read when it says so; an agent looks at its memory when it hears its workers.
+The memory itself is the simulator's. Commands of the story put a worker's pieces there, and read
+them; an agent looks at its memory when it receives its workers' statuses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Workers of several processes in a story: each process does what the first one does.
 
-A story may hold one process back, so that the others wait for it, and may break its connections.
-Those on further nodes of a worker that is spread over several live and end by themselves.
+A story may hold one process back, so that the other processes wait for it, and may break its
+connections. Those on further nodes of a worker that is spread over several live and end by
+themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from holdfast.engine.core.step.shards import FollowerProofs, ShardEvents
 from holdfast.engine.core.types import AgentId, Incarnation, Tick, ViewNumber, WorkerId
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
-OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # heard by the first one alone
+OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # received by the first one alone
 
 
 class Shards:
@@ -27,7 +28,7 @@ class Shards:
         self._behind: dict[int, deque[ev.WorkerEvent]] = {}  # by shard that is held back
 
     def hear(self, event: ev.WorkerEvent) -> Iterator[ev.WorkerEvent]:
-        """All processes do this; yields what the worker's machine is told by now."""
+        """All processes do this; yields the events that the worker's machine receives by now."""
         if self.count == 1 or isinstance(event, OF_THE_WORKER):
             yield event
             return
@@ -38,7 +39,7 @@ class Shards:
                 yield from self._events.hear(shard, event)
 
     def hold_back(self, shard: int) -> None:
-        """A process falls behind: the machine hears nothing of it from now on."""
+        """A process falls behind: the machine receives no event of it from now on."""
         self._behind.setdefault(shard, deque())
 
     def catch_up(self, shard: int) -> Iterator[ev.WorkerEvent]:
@@ -99,5 +100,5 @@ class FurtherNodes:
         return [f for f in self._all if f.alive and (f.worker, f.incarnation) == key]
 
     def on(self, node: AgentId) -> Iterable[Further]:
-        """Those that live on a node."""
+        """The processes that live on a node."""
         return [each for each in self._all if each.alive and each.node == node]

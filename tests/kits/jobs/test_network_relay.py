@@ -161,7 +161,7 @@ def test_ends_and_breaks_are_passed_on(hosts):
             with near, far:
                 far.settimeout(PATIENCE_S)
                 near.sendall(b"the last words")
-                near.shutdown(socket.SHUT_WR)  # one direction has ended, the other goes on
+                near.shutdown(socket.SHUT_WR)  # one direction has ended, the other continues
                 assert receive(far, 100) == b"the last words"
                 far.sendall(b"understood")
                 assert receive(near, 10) == b"understood"
