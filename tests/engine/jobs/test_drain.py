@@ -129,7 +129,7 @@ def test_the_first_node_can_be_drained_while_its_coordinator_stays(
 def test_a_drain_outlasts_the_coordinator_and_ends_with_the_job(
     tmp_path: Path, certificates: Path, reference: Callable[[int], str]
 ) -> None:
-    """Nobody can take the only node's work, so the order waits for as long as the job lasts."""
+    """No node can take the only node's work, so the order waits for as long as the job lasts."""
     words = [str(SCRIPT), "--steps", str(STEPS), "--hold", str(HELD), str(tmp_path / "go")]
     options = ["--nproc", "1", "--virtual", "4"]
     with LocalRun(tmp_path / "run", options, words, tls=certificates) as run:

@@ -1,4 +1,4 @@
-"""Tests workers that are fed while the others train, and join by one change of the view."""
+"""Tests workers that are fed while the other workers train, and join by one change of the view."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_some_members_feed_where_there_are_many(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_a_wrong_state_is_found_before_a_fed_worker_joins() -> None:
-    """Members compare all that they have copied, also the parts that no other check looks at."""
+    """Members compare all copied parts, also the parts that no other check looks at."""
 
     def flips(job: Job, me: ThreadWorker) -> str:
         model, average = net(), Average()

@@ -64,7 +64,7 @@ def staged(network: MemoryNetwork, copies: DeviceCopies | None = None) -> Staged
 
 
 def exchanged(copies: Callable[[], DeviceCopies]) -> list[list[float]]:
-    """Return what two members on the fake GPU receive of each other in three exchanges."""
+    """Return the messages that two members on the fake GPU receive in three exchanges."""
     network, found = MemoryNetwork(), []
 
     def case(member: GroupMember) -> None:
@@ -250,7 +250,7 @@ fork_server._load([])
 
 
 def stage(worker: ThreadWorker) -> None:
-    """Have a worker's messages pass through the host."""
+    """Pass a worker's messages through the host."""
     rooms = HostRooms(DeviceCopies(torch.device("cuda", 0)))
     make = worker.transport
 

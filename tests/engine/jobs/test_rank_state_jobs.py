@@ -66,7 +66,7 @@ def test_states_do_not_depend_on_the_number_of_workers(
 
 @pytest.mark.slow
 def test_the_hidden_state_matters(carried: Callable[..., str]) -> None:
-    """Otherwise equal digests would show nothing."""
+    """Otherwise equal digests would prove little."""
     assert carried("--steps", str(STEPS), "--forget") != carried("--steps", str(STEPS))
 
 

@@ -114,7 +114,7 @@ def test_names_are_given_once_and_not_without_end() -> None:
 
 
 def test_no_name_can_be_that_of_a_built_in_check() -> None:
-    """They are told apart by their prefix, which no check of ours may have."""
+    """Their prefix distinguishes them, which no check of ours may have."""
     assert run(parse_check("disk=true")).check == "external-disk"
     for path in (ROOT / "src/holdfast/doctor").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -211,7 +211,7 @@ def test_an_answer_that_makes_no_sense_is_unknown() -> None:
 
 
 def told(check: RepeatedCheck, now: float) -> Finding:
-    """What the run that is going on finds."""
+    """The finding of the current run."""
     while True:
         found = check.round(now)
         if found:

@@ -1,4 +1,4 @@
-"""Children with a bound, and the checks that an agent repeats: nothing ever waits for them."""
+"""Children with a bound, and the checks that an agent repeats: the agent never waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate against strangers, over real sockets: each is refused, with one line that says why.
+"""The gate against strangers, over real sockets: each is refused, with a reason in one line.
 
 Every test ends with a client that knows the secret and is served.
 """
@@ -42,7 +42,7 @@ NONCE = b"n" * frames.NONCE_BYTES
 
 
 async def refused(here: Site, peer: Stranger, why: str) -> None:
-    """`peer` is hung up on; exactly one line of the log is about it and tells why."""
+    """`peer` is hung up on; exactly one line of the log is about it and names the reason."""
     await peer.ended()
     await until(lambda: here.lines)
     await honest(here)
@@ -67,7 +67,7 @@ def test_both_sides_learn_that_the_other_is_of_another_job() -> None:
             assert len(here.lines) == 1
             assert "it is of job job-one, and this is job job-two" in here.lines[0]
             assert not here.channels
-            for job in ("job-two", ""):  # its own; one that is of no job yet
+            for job in ("job-two", ""):  # its own; a peer without a job yet
                 channel = await connect(HOST, here.port, SECRET, job=job)
                 assert await ask(channel) == StatusReply(text="hello")
                 channel.close()
@@ -103,7 +103,7 @@ def test_a_job_cannot_be_put_into_somebody_else_s_mouth() -> None:
 
 
 def first_release(nonce: bytes) -> bytes:
-    """What the release before greetings named release and job says first; it waits for as much."""
+    """First bytes of the release before greetings had a release and a job; it waits for as much."""
     return frames.MAGIC + b"\0\1" + nonce
 
 
@@ -133,7 +133,7 @@ def test_a_server_of_the_first_release_is_named_without_waiting_for_more() -> No
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(WireError, match="the server speaks version 1, we speak 2"):
                 await connect(HOST, port, SECRET, job="job-one", handshake_s=PATIENCE_S)
-        await until(lambda: heard)  # ours, so that its log can say the same
+        await until(lambda: heard)  # ours, so that its log can name the same reason
         assert heard[0].startswith(frames.MAGIC + b"\0\2")
 
     play(scene)
@@ -374,7 +374,7 @@ def test_the_first_frame_may_not_be_huge() -> None:
 
 def test_a_client_that_never_reads_is_cut_off() -> None:
     async def flood(channel: Channel) -> None:
-        """As the coordinator does: sends when it has something to say, and listens all the time."""
+        """As the coordinator does: sends when it has a message, and listens all the time."""
         if (await channel.receive(StatusRequest)) is not None and greedy:
             greedy.clear()
             listening = asyncio.ensure_future(channel.receive(StatusRequest))
@@ -404,7 +404,7 @@ def test_a_client_that_never_reads_is_cut_off() -> None:
 
 
 def test_a_client_that_never_reads_is_lost_when_the_kernel_gives_up() -> None:
-    """The backlog is within bounds, but nothing of it moves: the kernel gives up after dead_s."""
+    """The backlog is within bounds, but no byte of it moves: the kernel gives up after dead_s."""
 
     async def flood(channel: Channel) -> None:
         while await channel.receive(StatusRequest) is not None:
@@ -527,7 +527,7 @@ def test_complaints_are_told_or_counted() -> None:
     assert said == ["c0", "c1", "and 3 more in 10 s, the last: c4"]
     assert log.deadline() is None
     log.add("c5", 111.0)
-    log.add("c6", 130.0)  # nobody had flushed: a new window all the same
+    log.add("c6", 130.0)  # no flush before: a new window all the same
     assert said[3:] == ["c5", "c6"]
     log.add("c7", 131.0)
     log.add("c8", 132.0)

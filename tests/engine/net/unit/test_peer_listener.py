@@ -294,12 +294,12 @@ def test_a_listener_that_wakes_while_it_is_closed_is_closed_once() -> None:
     with site() as here:
 
         class BusyEvent(threading.Event):
-            """Lets the listener's thread see the end before `close` has gone on."""
+            """Lets the listener's thread see the end before `close` continues."""
 
             def set(self) -> None:
                 super().set()
                 with contextlib.ExitStack() as stack:
-                    # Nobody needs to wake a thread that has looked at the end by itself.
+                    # There is no need to wake a thread that has looked at the end by itself.
                     with contextlib.suppress(ConnectionRefusedError):
                         stack.enter_context(here.stranger())
                     until(lambda: here.listening._selector.get_map() is None, "the thread ends")

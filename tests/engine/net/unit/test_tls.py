@@ -262,7 +262,7 @@ def test_a_flood_of_half_open_tls_is_bounded(ours: TlsFiles) -> None:
 
 
 def test_bytes_altered_inside_tls_are_refused(ours: TlsFiles) -> None:
-    """Someone between the two flips a bit of what the client says after the handshake."""
+    """An attacker between the two has flipped a bit of the client's data after the handshake."""
 
     async def scene() -> None:
         async with site(tls=server_context(ours)) as here, between(here.port) as tapped:

@@ -64,7 +64,7 @@ def tied_between_modules(job: Job, me: ThreadWorker) -> Any:
         for x, _ in step:
             step.backward(mse(first(x), x))
         assert first.weight.grad is not None
-        assert second.bias.grad is None  # nobody has used it
+        assert second.bias.grad is None  # no task has used it
         optimizers[0].step()
     return digest(first, second)
 

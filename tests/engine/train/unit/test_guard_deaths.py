@@ -1,4 +1,4 @@
-"""Tests that a script which breaks the promise is told so, and nobody blamed, while workers die."""
+"""Tests that a script which breaks the promise is refused, without blame, while workers die."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_a_round_that_is_computed_again_sums_what_it_did_before(spoiled: str) ->
     once: list[int] = []
 
     def spoil(me: ThreadWorker, step: int, name: str) -> float:
-        """Return what a worker's first loss of a round is multiplied by: no number, once."""
+        """Return the factor of a worker's first loss of a round: not a number, once."""
         strikes = (me.worker, step, name) == (1, 2, spoiled) and not once
         once.extend([step] * strikes)
         return float("nan") if strikes else 1.0

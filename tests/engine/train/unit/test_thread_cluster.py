@@ -91,7 +91,7 @@ class Run:
         at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
         self._dies = dies  # worker and step: between the commit and the optimizer's step
         self._wide = wide  # the worker with another model
-        self._late = late  # the worker that computes each step once others have committed it
+        self._late = late  # the worker that computes each step once other workers have committed it
         self.committed = [threading.Event() for _ in range(STEPS)]
         self.cluster = ThreadCluster(spec(workers, settings or {}), self._script, at, damage_at)
         self.outcome = self.cluster.run()

@@ -218,7 +218,7 @@ def test_each_piece_is_kept_once_and_those_of_a_part_on_as_many_nodes_as_there_a
     assert sorted(p for p, _ in kept) == every
     together = Counter((p.part, agent) for p, agent in kept)
     assert max(together.values()) == -(-pieces // len(nodes))
-    # If any `parity` nodes are lost, the others have enough pieces of each part.
+    # If any `parity` nodes are lost, the other nodes have enough pieces of each part.
     lost = redundancy.nodes_to_lose(len(nodes))
     assert 0 <= lost < len(nodes)
     for gone in itertools.islice(itertools.combinations(ring, lost), 50):

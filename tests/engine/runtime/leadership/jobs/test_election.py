@@ -197,7 +197,7 @@ def test_the_office_ends_by_its_own_clock(cluster: EtcdCluster, tmp_path: Path) 
 
 
 def test_a_record_from_a_later_term_is_not_followed(cluster: EtcdCluster, tmp_path: Path) -> None:
-    """Somebody has removed the term from etcd: agents would not hear a coordinator of term 1."""
+    """The term was removed from etcd by hand: agents would ignore a coordinator of term 1."""
 
     async def scenario() -> None:
         leadership = await open_election(cluster.url(tmp_path.name, LONG_TTL_S)).campaign(

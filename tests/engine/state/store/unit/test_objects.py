@@ -1,4 +1,4 @@
-"""Buckets: the same contract, against a real server process that speaks S3."""
+"""Buckets: the same contract, against a real server process with the protocol of S3."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ObjectStorage, open_bucket = objects.ObjectStorage, objects.open_bucket
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The endpoint of a server with nothing in it."""
+    """The endpoint of an empty server."""
     pytest.importorskip("moto", reason="moto's S3 server is not installed")
     log = tmp_path_factory.mktemp("s3") / "log"
-    # It takes a free port and prints it: a port that we chose could be somebody else's by then.
+    # It takes a free port and prints it: a port that we chose could have another owner by then.
     command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", "0"]
     with open(log, "wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as popen:
         try:

@@ -42,7 +42,7 @@ from holdfast.lab.contracts.transports import (
 KEY = b"k" * 32
 IDENTITY = PeerIdentity(key=KEY)
 PATIENCE_S = 30.0  # time limit for events that must happen
-BUILD_S = 2.0  # an impostor waits for this long, though the others give up at once
+BUILD_S = 2.0  # an impostor waits for this long, though the other members give up at once
 
 
 def tcp(rank: int) -> MakeTransport:
@@ -69,7 +69,7 @@ class Echo(PeerProof):
 
 
 class Silence(PeerProof):
-    """An impostor that takes connections and says nothing."""
+    """An impostor that takes connections and stays silent."""
 
     def feed(self, data: bytes) -> bytes:
         return b""
@@ -107,7 +107,7 @@ def test_memory(case: Callable[[GroupMember], None]) -> None:
 
 
 class Deaf(MemoryTransport):
-    """A broken transport: it does not hear that others gave the group up."""
+    """A broken transport: it does not notice that other members gave the group up."""
 
     def check(self, peer: int = -1) -> None:
         return
@@ -318,7 +318,7 @@ def test_the_transport_of_a_lone_worker_refuses_peers() -> None:
 
 
 class Forgetful(TcpTransport):
-    """A planted bug: aborting does nothing."""
+    """A planted bug: aborting has no effect."""
 
     def abort(self) -> None:
         return

@@ -1,4 +1,4 @@
-"""Tests that a script is told of clocks and coins with which its steps seem to compute."""
+"""Tests the reports to a script about clocks and coins with which its steps seem to compute."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def with_momentum(job: Job, me: ThreadWorker) -> Any:
 
 
 def only_rows(job: Job, me: ThreadWorker) -> Any:
-    """There is nothing else to sum; a round names one of two modules."""
+    """There are no other gradients to sum; a round names one of two modules."""
     first, second = nn.Embedding(WORDS, 1, sparse=True), nn.Embedding(WORDS, 1, sparse=True)
     for table in (first, second):
         nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(3))
@@ -408,7 +408,7 @@ def test_a_late_worker_receives_rows_too() -> None:
 
 
 def tied(job: Job, me: ThreadWorker) -> Any:
-    """A dense use beside the sparse one makes the gradient dense, as in PyTorch."""
+    """A dense use next to the sparse one makes the gradient dense, as in PyTorch."""
     embedding = nn.Embedding(WORDS, WIDTH, sparse=True)
     nn.init.normal_(embedding.weight, generator=torch.Generator().manual_seed(3))
     optimizer = torch.optim.SGD(embedding.parameters(), lr=1e-2)
