@@ -52,7 +52,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Times:
-    stall_s: list[float] = field(default_factory=list)  # until training could go on
+    stall_s: list[float] = field(default_factory=list)  # until training could continue
     save_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
 
@@ -272,7 +272,7 @@ def measure_stalls(
     loaded: State,
     within: Path | None,
 ) -> None:
-    """Measure how long training stands still for a save that goes on in the background.
+    """Measure how long training stands still for a save in the background.
 
     The plain copy is taken under the same conditions, just before each.
     """

@@ -1,7 +1,7 @@
-"""Erasure coding by the method of Plank et al. (FAST 2009), beside other libraries.
+"""Erasure coding by the method of Plank et al. (FAST 2009), next to other libraries.
 
 They encode a buffer that is much larger than any cache with codes of k data and m parity pieces, in
-packets of many sizes, then erase m data pieces and decode. Speeds count bytes of data; beside them
+packets of many sizes, then erase m data pieces and decode. Speeds count bytes of data; next to them
 stand those of numpy's copy and XOR of the same data, in one thread, in turns with the codes.
 """
 

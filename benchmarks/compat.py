@@ -73,7 +73,7 @@ class Run:
     def kill(self, rank: int) -> float:
         """Kill a rank of the group that trains; return the seconds until the next one trains."""
         found = self._until(lambda: self._pids(0.0), "a step")
-        time.sleep(1.0)  # it trains, and those that wait are there
+        time.sleep(1.0)  # it trains, and the waiting ones are there
         struck_at = time.time()
         os.kill(found[rank], signal.SIGKILL)
         try:

@@ -92,7 +92,7 @@ class Evidence:
         self._save()
 
     def left_s(self) -> float:
-        """Return how much of the part's time is left."""
+        """Return the seconds that are left of the part's time."""
         return self._until - time.monotonic()
 
     def add(self, name: str, row: Row) -> None:

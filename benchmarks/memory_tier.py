@@ -29,7 +29,7 @@ from labs.local_nodes import LocalNodes, names
 SCRIPT = str(gpt.__file__)
 PACED = str(Path(__file__).with_name("paced_worker.py"))
 UNHURRIED_S = 300.0
-ENDLESS = 100_000  # steps, of a job that ends when it is told to
+ENDLESS = 100_000  # steps, of a job that ends on demand
 LATER = 100  # steps before the first loss
 TICKS = os.sysconf("SC_CLK_TCK")
 REDUNDANCIES = ("none", "replicate:2", "rs:2+1", "rs:4+2")
@@ -136,9 +136,9 @@ class Loss:
     """Describes one loss of all workers, and of some nodes with their memory."""
 
     nodes: int
-    view: int  # the view in which the job went on
+    view: int  # the view in which the job continued
     lost_at: int  # committed steps
-    began: int  # steps after which the job went on
+    began: int  # steps after which the job continued
     recovery_s: float
     stored: int  # bytes, on all nodes
     moved_mb: float  # to each worker
@@ -349,7 +349,7 @@ def spread_losses(redundancy: str, nodes: bool, losses: int) -> tuple[int, list[
 
 
 def until_told(run: LocalRun, name: str) -> None:
-    """Wait until a node's agent has spoken."""
+    """Wait until a node's agent has printed its line."""
 
     def there() -> bool:
         with contextlib.suppress(HoldfastError):
@@ -435,7 +435,7 @@ def random_job(
 
 
 def end_at(step: int, stop: Path) -> None:
-    """Have a job end at a step that it has not reached yet."""
+    """Order a job to end at a step that it has not reached yet."""
     (stop.parent / "new").write_text(str(step))
     (stop.parent / "new").rename(stop)
 

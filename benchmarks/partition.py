@@ -1,6 +1,6 @@
 """Pauses of a job of three nodes, from a fault to the next committed step, with real networks.
 
-A node is cut off from all others, or from one; or the coordinator is killed, after which there
+A node is cut off from all other nodes, or from one; or the coordinator is killed, after which there
 should be no pause at all.
 """
 
@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("recovery_worker.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """Seconds between two commits around a fault, on the side that goes on; medians and most."""
+    """Seconds between two commits around a fault, on the side that continues; medians and most."""
 
     what: str
     times: tuple[float, ...]

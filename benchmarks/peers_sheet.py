@@ -16,7 +16,7 @@ import peers_text
 from peers_launch import RunResult
 
 PACKAGES = ("torch", "torchft", "ray", "torchdata")
-LOAD_MAX = 0.5  # the sheet says so if the machine had a higher load before a run
+LOAD_MAX = 0.5  # the sheet marks runs for which the machine had a higher load before a run
 ASK = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
 
 
@@ -47,7 +47,7 @@ def head(results: Sequence[RunResult], versions: Mapping[str, str]) -> Iterator[
 
 
 def processor() -> str:
-    """Return the processor's name, as Linux tells it."""
+    """Return the processor's name, as Linux reports it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -138,7 +138,7 @@ def fault_table(results: Sequence[RunResult], kind: str) -> Iterator[str]:
 
 
 def partial_lines(results: Sequence[RunResult]) -> Iterator[str]:
-    """Yield what peers do without a change that the others of their runs have."""
+    """Yield the figures of peers without a change that the other peers of their runs have."""
     for framework, text in peers_text.PARTIAL.items():
         runs = of_fault(results, framework, "kill")
         if runs:
@@ -152,7 +152,7 @@ def partial_lines(results: Sequence[RunResult]) -> Iterator[str]:
 
 
 def survivors_ended(result: RunResult) -> int:
-    """Return how many processes that were not struck did no more step after the fault."""
+    """Return the number of processes that were not struck but did no more step after the fault."""
     made = peers_figures.commits(result.records)
     before = {each["pid"] for each in made if each["at"] <= result.struck_at}
     after = {each["pid"] for each in made if each["at"] > result.struck_at}
@@ -203,7 +203,7 @@ def undisturbed(results: Sequence[RunResult], framework: str) -> list[RunResult]
 
 
 def step_table(results: Sequence[RunResult]) -> Iterator[str]:
-    """Yield the times of steps that nothing disturbs, beside DDP's in torchrun."""
+    """Yield the times of undisturbed steps, next to DDP's in torchrun."""
     times = {
         framework: [peers_figures.usual_step_s(x) for x in undisturbed(results, framework)]
         for framework in whole_frameworks()

@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     job = holdfast.join()
-    # DDP's twin is trained beside the job on purpose. (One look in 64 steps is not counted so.)
+    # DDP's twin is trained next to the job on purpose. (One look in 64 steps is not counted so.)
     UnprotectedModules.look = lambda self, protected: None  # type: ignore[method-assign]
     model, twin = MODELS[options.model](), MODELS[options.model]()
     twin.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""Kills a worker of a job that tells when its steps end, and watches how the job goes on."""
+"""Kills a worker of a job that writes when its steps end, and watches how the job continues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Struck:
 
     @property
     def steps_again(self) -> int:
-        """Return how many steps were done again."""
+        """Return the number of steps that were done again."""
         return max(self.last + 1 - self.ends[0][0], 0)
 
 

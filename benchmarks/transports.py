@@ -167,7 +167,7 @@ class Case:
 
 
 class Spent:
-    """Reads the CPU time of this process, all its threads, since it was made."""
+    """Reads the CPU time of this process, all its threads, from its creation on."""
 
     def __init__(self) -> None:
         self._began_ms = self._now_ms()
