@@ -314,7 +314,7 @@ def capture_all(members: Sequence[Member]) -> list[BaseException]:
 
 
 def test_a_state_that_arrives_damaged_is_not_used() -> None:
-    """The news of the state arrives damaged: no member uses it, and none waits for another member."""
+    """The news of the state arrives damaged: no member uses it, and none waits for another."""
     members = trained(2)
     members[0].sharding.transport.damage = True
     errors = capture_all(members)
