@@ -115,13 +115,13 @@ HEAD = f"""\
 
 {DATA_BYTES >> 20} MiB of data, one thread, medians of {ROUNDS}, in turns. `[k, m]`: k pieces of
 data and m of parity. Decoding restores m lost pieces of data. Speeds in bytes of data; GB: 10^9
-bytes. Packet: bytes of each piece in one call. The method is that of Plank et al., A Performance
+bytes. Packet: bytes of each piece in one call. The method comes from Plank et al., A Performance
 Evaluation and Examination of Open-Source Erasure Coding Libraries for Storage, FAST 2009.
 
 | code | packet | encode GB/s | of copy | of XOR | decode GB/s | of copy | of XOR |
 |---|---|---|---|---|---|---|---|"""
 BESIDE = f"""
-Beside other libraries, which take and return whole pieces as new objects; ours in packets of
+Next to other libraries, which take and return whole pieces as new objects; ours in packets of
 {BEST >> 10} KiB, in turns.
 
 | code | library | encode: ours is faster by | decode: ours is faster by |

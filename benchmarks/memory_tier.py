@@ -193,7 +193,7 @@ def committed(run: LocalRun, since: int, before: int) -> int:
 
 
 def pattern_lines(losses: int = 2) -> Iterator[str]:
-    yield f"## What is lost, on {NODES} nodes"
+    yield f"## Losses, on {NODES} nodes"
     yield ""
     yield "All workers are killed at once, and some nodes with them (agents and their memory)."
     yield "Redone: committed steps that were computed again. Recovery: from the kill to the next"
@@ -264,7 +264,8 @@ def optimizer_lines(rounds: int = ROUNDS) -> Iterator[str]:
     yield f"A GPT of {LARGE_PARAMETERS / 1e6:.1f} million parameters with AdamW, whose state takes"
     yield f"{8 * LARGE_PARAMETERS / 1e6:.0f} MB; a worker on each node, with `--shard-optimizer`"
     yield f"and without, in turn, {rounds} runs each of {TIMED} steps; medians. Memory: a worker's"
-    yield "own, without files and pieces. Share: of what can be saved, all but one N-th of it."
+    yield "own, without files and pieces. Share: of the memory that can be saved, all but"
+    yield "one N-th of the state."
     yield ""
     yield "| workers | memory | sharded | saved | share | step | CPU |"
     yield "|---|---|---|---|---|---|---|"
@@ -294,7 +295,7 @@ SPREAD = ("--procs-per-worker", str(TEAM), "--nodes-per-worker", str(TEAM))
 def spread_lines(losses: int = ROUNDS) -> Iterator[str]:
     yield f"## One FSDP worker on {TEAM} nodes"
     yield ""
-    yield "Nobody else holds a shard. One process is killed, or one node with its memory, whose"
+    yield "No other worker holds a shard. One process is killed, or one node with its memory, whose"
     yield f"place a node takes that waits; medians of {losses}, from the kill to the next step."
     yield ""
     yield "| redundancy | lost | steps redone | recovery | min .. max |"

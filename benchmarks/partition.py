@@ -60,7 +60,7 @@ def kill_coordinator(run: LabRun) -> None:
 
 
 CASES: dict[str, Callable[[LabRun], Fault | None]] = {
-    "a node is cut off from all others": cut_node,
+    "a node is cut off from all other nodes": cut_node,
     "two nodes are cut off from each other": cut_pair,
     "the coordinator is killed": kill_coordinator,
 }

@@ -43,7 +43,8 @@ def head(results: Sequence[RunResult], versions: Mapping[str, str]) -> Iterator[
         middle = statistics.median(loads)
         yield f"{min(loads):.0f} and {max(loads):.0f}, in the median {middle:.0f}. On an idle"
         yield "machine all times are shorter, most of all where processes start and import torch."
-        yield "Compare the rows with each other; a few per cent of a step's time say nothing."
+        yield "Compare the rows with each other; differences of a few per cent of a step's time"
+        yield "have no meaning."
 
 
 def processor() -> str:
@@ -168,7 +169,7 @@ def first_step_after(result: RunResult) -> int | None:
 def model_table(results: Sequence[RunResult]) -> Iterator[str]:
     """Yield how the epoch's samples were used, and whether the bits are the undisturbed ones."""
     yield (
-        "| | batches in vain | samples used twice | samples never used | same bits as undisturbed "
+        "| | wasted batches | samples used twice | samples never used | same bits as undisturbed "
         "| undisturbed runs |"
     )
     yield "|---|---|---|---|---|---|"
@@ -209,7 +210,7 @@ def step_table(results: Sequence[RunResult]) -> Iterator[str]:
         for framework in whole_frameworks()
     }
     medians = {name: statistics.median(each) for name, each in times.items() if each}
-    yield "| | median step | beside plain DDP |"
+    yield "| | median step | against plain DDP |"
     yield "|---|---|---|"
     for name, each in medians.items():
         ratio = f"{each / medians['torchrun']:.3f}" if "torchrun" in medians else "-"
