@@ -139,7 +139,7 @@ def fault_table(results: Sequence[RunResult], kind: str) -> Iterator[str]:
 
 
 def partial_lines(results: Sequence[RunResult]) -> Iterator[str]:
-    """Yield the figures of peers without a change that the other peers of their runs have."""
+    """Yield the results of runs without the change that we made to a framework elsewhere."""
     for framework, text in peers_text.PARTIAL.items():
         runs = of_fault(results, framework, "kill")
         if runs:

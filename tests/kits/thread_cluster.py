@@ -292,7 +292,7 @@ class ThreadCluster:
         if worker.incarnation == 1 and self._kill_at.get(worker.worker) == worker.exchanges:
             worker.die()
         if not worker.alive and threading.current_thread().name == "holdfast-backup":
-            raise Aborted("its worker has ended")  # this end of the thread is not reported
+            raise Aborted("its worker has ended")  # the end of this thread is not reported
         if not worker.alive:
             raise Killed
 

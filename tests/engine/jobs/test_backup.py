@@ -245,7 +245,7 @@ def test_several_tasks_each_and_data_workers(start: Start, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_one_worker_that_is_left_is_waited_for(start: Start, tmp_path: Path) -> None:
-    """There are fewer members than results wanted, so no result can be spared."""
+    """There are fewer members than results wanted, so no worker can be spared."""
     kills = "\n".join(f"worker {w} always kill" for w in (1, 2))
     faults = options(tmp_path, kills, virtual=4)
     with start("--steps", "6", nproc=3, options=(*faults, "--losses-max", "90")) as run:

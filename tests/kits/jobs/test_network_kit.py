@@ -406,7 +406,7 @@ def test_nothing_is_left_when_a_lab_ends(error):
         with pytest.raises(error) if error else contextlib.nullcontext(), Lab(3) as lab:
             child = lab.hosts[0].popen(["sh", "-c", "setsid sleep 1000 & wait"])
             family = until(lambda: len(lab.hosts[0].pids()) == 2 and lab.hosts[0].pids())
-            kept = []  # sockets that are not kept, the kernel removes
+            kept = []  # the kernel would remove these namespaces if they were not kept
             for number in namespaces_held():
                 if number not in (outside, *before):
                     kept.append(os.dup(number))

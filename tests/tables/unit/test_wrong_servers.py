@@ -199,7 +199,7 @@ def test_rows_are_given_up_if_nobody_can_say_whose_are_right() -> None:
     (held,) = servers.servers[1]._groups.values()
     key = torch.tensor([4])
     part = RowUpdate(keys=[key], grads=[torch.ones(1, 5)], steps=[1], rates=[0.1])
-    held.tables.apply(0, (4,), part)  # no record that it was applied
+    held.tables.apply(0, (4,), part)  # no record shows that it was applied
     with pytest.raises(UserError, match=r"rows of items are lost: .* shards 4 "):
         everything(client, KEPT + 2, 1)
     (line,) = wrong_lines(servers)

@@ -127,7 +127,7 @@ def test_the_defaults_for_a_fleet_are_pinned() -> None:
     assert (fleet.farewell_s, fleet.disowned_s, fleet.avoid_s) == (10.0, 30.0, 60.0)
 
 
-ENDLESS = ("acting_until", "leaves_in_s")  # as long as no status limits them
+ENDLESS = ("acting_until", "leaves_in_s")  # both are endless while no status limits them
 
 
 # Values without a meaning, although they are not false.

@@ -103,7 +103,7 @@ def test_a_job_cannot_be_put_into_somebody_else_s_mouth() -> None:
 
 
 def first_release(nonce: bytes) -> bytes:
-    """First bytes of the release before greetings had a release and a job; it waits for as much."""
+    """Return the first bytes of a release whose greetings named no job; it waits for as many."""
     return frames.MAGIC + b"\0\1" + nonce
 
 
@@ -133,7 +133,7 @@ def test_a_server_of_the_first_release_is_named_without_waiting_for_more() -> No
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(WireError, match="the server speaks version 1, we speak 2"):
                 await connect(HOST, port, SECRET, job="job-one", handshake_s=PATIENCE_S)
-        await until(lambda: heard)  # ours, so that its log can name the same reason
+        await until(lambda: heard)  # it receives our greeting, so that its log can name the reason
         assert heard[0].startswith(frames.MAGIC + b"\0\2")
 
     play(scene)

@@ -159,7 +159,7 @@ def test_an_agent_that_meets_another_job_at_the_address_ends_its_workers_and_say
     assert [(k.worker, k.incarnation) for k in killed] == [(0, 1), (1, 1)]  # and no report
     assert node.machine.deadline() is None
     assert node.feed(ag.CoordinatorReached("two")) == []
-    # No order counts of the other job's coordinator, nor is the own one back for good.
+    # No order of the other job's coordinator counts, and the own one is not back for good.
     assert node.want((0, 1), (2, 1), view_number=1) == []
     assert node.feed(ag.CoordinatorReached("one")) == []
     assert node.feed(ag.ProcessExited(WorkerId(0), ONE, -9)) == []

@@ -523,4 +523,4 @@ def test_only_links_of_the_present_view_count_as_broken() -> None:
         assert fo.choose_unreachable(facts) == left_out
     assert (
         fo.choose_unreachable(Cluster(member(0)).facts(view_of(0, 1))) == []
-    )  # one has never reported
+    )  # worker 1 has never reported

@@ -450,7 +450,7 @@ def test_the_newest_checkpoint_that_can_be_read_is_begun_from() -> None:
     assert (durable.step, durable.steps) == (20, (10, 20))
     durable.note([status(0, saved=10, unreadable=20)])
     assert durable.step == 10
-    durable.note([status(1, saved=20)])  # the members that saved it do not know
+    durable.note([status(1, saved=20)])  # the members that saved it do not know of it
     assert durable.step == 10
     durable.note([status(0, saved=s) for s in range(1000, 1000 + 2 * KNOWN_MAX)])
     assert durable.steps == tuple(range(1000 + KNOWN_MAX, 1000 + 2 * KNOWN_MAX))
@@ -492,7 +492,7 @@ def test_each_event_is_told_once_though_statuses_repeat_them() -> None:
     assert news(2) == []
     assert news(0, one, two, three) == ["3"]
     assert news(0, two, three) == []
-    assert news(1, one, two) == []  # another coordinator has sent it that
+    assert news(1, one, two) == []  # another coordinator has sent that news
     assert news(1, two, three) == ["3"]
     assert news(1, one, incarnation=2) == ["1"]
 

@@ -379,7 +379,7 @@ def test_a_worker_whose_numbers_were_finite_again_has_made_a_mistake() -> None:
     entered = ruling()
     entered.record_doubt(4, [W1])
     entered.enter(a_view(2, range(3)))
-    assert entered.settle(4, rightly=False) == []  # in another view no member knows
+    assert entered.settle(4, rightly=False) == []  # no member of another view knows of the doubt
 
 
 def test_states_that_differ_are_judged_by_the_majority() -> None:

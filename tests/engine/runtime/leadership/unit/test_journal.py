@@ -360,7 +360,7 @@ def test_terms_grow_whatever_is_lost(tmp_path: Path) -> None:
     assert (term, found) == (COUNTED_MAX + 1_900_000_001, None)
     assert str(lock) in damage
     lock.write_bytes(b"nonsense")
-    assert load(path, now=0.0)[0] > 2**31  # above all counted ones, though it is 1970
+    assert load(path, now=0.0)[0] > 2**31  # above all counted terms, though the clock is at 1970
 
 
 KILLED_WHILE_SAVING = """

@@ -181,7 +181,7 @@ def test_python_goes_on_while_pieces_are_computed() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     started.wait()
-    while not ended.is_set():  # this loop would not notice a call that keeps the lock
+    while not ended.is_set():  # this loop could not run during a call that keeps the lock
         seen += 1
     thread.join()
     assert seen > 1000

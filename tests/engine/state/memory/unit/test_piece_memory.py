@@ -387,7 +387,7 @@ def test_a_damaged_piece_is_never_used_and_not_told_of_any_more() -> None:
     nodes.damage(2)
     assert nodes.memories[2].report()[0] != ()
     assert nodes.read(STATE, 8) == IMAGE
-    assert nodes.memories[2].report()[0] == ()  # no other node counts on it
+    assert nodes.memories[2].report()[0] == ()  # no reader counts on it a second time
     assert nodes.read(STATE, 8) == IMAGE
     with pytest.raises(Damaged):
         nodes.read(STATE, 8, without=(3,))

@@ -173,7 +173,7 @@ def test_a_checkpoint_saved_without_the_coordinator_is_used_once_it_was_compared
     store = Checkpoints(FileStorage(tmp_path))
     restorer = Restorer(store, LoadedState({"thing": Thing(2)}))
     assert store.steps() == [30, 40, 50]
-    assert restorer.find_replacement(10, ()) == 40  # no report that 50 counts
+    assert restorer.find_replacement(10, ()) == 40  # there is no report that 50 counts
     assert restorer.find_replacement(10, (Invalidation(after=35, view=ViewNumber(1)),)) == 0
     assert restorer.find_replacement(40, ()) == 30
     copy(saver, 60, view(1, 2))
@@ -358,7 +358,7 @@ def test_a_share_that_does_not_come_costs_the_checkpoint(
     store = Checkpoints(FileStorage(tmp_path))
     assert store.steps() == []
     assert store.storage.names(SAVING) == []
-    answer = read_answer(order_share(orders, 20, 1, 2))  # and an order that no worker waits for
+    answer = read_answer(order_share(orders, 20, 1, 2))  # no worker waits for this order
     assert (answer.problem, answer.durable) == ("", False)
     assert store.steps() == []
 
@@ -511,7 +511,7 @@ def test_a_worker_that_dies_after_its_copy_has_saved_it(
     tmp_path: Path, process: tuple[subprocess.Popen[bytes], socket.socket]
 ) -> None:
     popen, orders = process
-    popen.send_signal(signal.SIGSTOP)  # no save while the worker lives
+    popen.send_signal(signal.SIGSTOP)  # it saves no checkpoint while the worker lives
     code = (
         "import os, socket, sys; sys.path[:0] = sys.argv[2:]\n"
         "from test_snapshot import order_share\n"

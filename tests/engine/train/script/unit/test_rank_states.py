@@ -211,7 +211,7 @@ def test_states_that_are_not_used_are_not_sent() -> None:
 
 
 def refused(use: Callable[[Job, RankState, Any], None], within: bool) -> str:
-    """Return the refusal that a script gets which does this in a task, or between two steps."""
+    """Return the refusal of a script that does this in a task, or between two steps."""
 
     def script(job: Job, me: ThreadWorker) -> str:
         model, _ = protected(job)

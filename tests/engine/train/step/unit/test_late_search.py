@@ -1,4 +1,4 @@
-"""A waiting member finds the late member, though only the next one on the way of rows is known."""
+"""A waiting member finds the late one, though it only knows the next member on the way of rows."""
 
 from __future__ import annotations
 
