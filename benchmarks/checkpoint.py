@@ -329,7 +329,7 @@ class Flips:
 
 
 def flip_bits(coded: bool, count: int = 1000) -> Flips:
-    """In a checkpoint of 16 MiB, kept in one folder, or as 4+2 pieces in six."""
+    """Flip bits of a checkpoint of 16 MiB, kept in one folder, or as 4+2 pieces in six."""
     folder, flips, rng = Path(tempfile.mkdtemp()), Flips(count), random.Random(1)
     volumes = [FileStorage(folder / str(i)) for i in range(6 if coded else 1)]
     storage = VolumeStorage(volumes, 4, 2) if coded else volumes[0]

@@ -34,12 +34,12 @@ class Pause:
 
 
 def commits(run: LabRun) -> list[float]:
-    """When the leader's node committed steps, by the clock that all hosts share."""
+    """Return when the leader's node committed steps, by the clock that all hosts share."""
     return sorted(float(x.split()[3]) for x in list(run.out) if x.startswith("STEP "))
 
 
 def pause_after(run: LabRun, at: float, settle_s: float) -> float:
-    """The longest gap between commits from the fault on."""
+    """Return the longest gap between commits from the fault on."""
     time.sleep(settle_s)
     times = commits(run)
     begin = max(t for t in times if t <= at)

@@ -169,7 +169,7 @@ class Scale:
         return heard - self._formed_at()
 
     def _formed_at(self) -> float:
-        """When the coordinator saw that the node was to be left, by its own event log."""
+        """Return when the coordinator decided to leave the node, by its own event log."""
         last = 0.0
         with open(self._run_dir.events) as file:
             for line in file:

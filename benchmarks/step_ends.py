@@ -1,4 +1,4 @@
-"""When each step ended on each worker: training scripts write it, benchmarks read it.
+"""Records when each step ended on each worker: training scripts write, benchmarks read.
 
 A file holds one line for each step and worker: step, worker, monotonic seconds.
 """

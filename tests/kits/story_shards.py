@@ -95,10 +95,10 @@ class FurtherNodes:
         self._all.append(further)
 
     def of(self, worker: WorkerId, incarnation: Incarnation) -> list[Further]:
-        """Those of one worker that live, by place."""
+        """Return the processes of one worker that live, by place."""
         key = (worker, incarnation)
         return [f for f in self._all if f.alive and (f.worker, f.incarnation) == key]
 
     def on(self, node: AgentId) -> Iterable[Further]:
-        """The processes that live on a node."""
+        """Return the processes that live on a node."""
         return [each for each in self._all if each.alive and each.node == node]

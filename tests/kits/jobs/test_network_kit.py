@@ -467,7 +467,7 @@ def test_leftovers_of_a_killed_owner_are_cleaned_and_no_others():
 
 @pytest.mark.parametrize("mark", ["", "nonsense", "1:2:3", "a:b:c", f"{PIDS}:x:1"])
 def test_marks_that_are_not_ours_are_left_alone(mark):
-    """Also those of other containers, whose processes have other numbers than here."""
+    """The marks may come from other containers, whose processes have other numbers than here."""
     with subprocess.Popen(["sleep", "1000"], env={**os.environ, OWNER: mark}) as child:
         try:
             clean_leftovers()

@@ -439,7 +439,7 @@ def test_a_node_that_fails_is_drained_and_a_failure_that_many_share_drains_none(
 
 
 def test_a_check_that_a_quarter_fails_is_theirs_and_one_that_more_fail_is_shared() -> None:
-    """Of eight nodes at most two are drained at a time; of two, one; of one, none."""
+    """At most two of eight nodes are drained at a time; one of two; none of one."""
     several = {count: [("n", "disk")] * count + [("m", "")] * (8 - count) for count in (2, 3)}
     assert choose_drains(several[2]) == (("n", "n"), "")
     chosen, why = choose_drains(several[3])

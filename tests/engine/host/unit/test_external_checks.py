@@ -191,7 +191,7 @@ def test_a_command_that_hangs_is_killed_with_all_that_it_started(
 def test_processes_that_a_command_leaves_behind_are_killed_and_not_waited_for(
     script: Script, tmp_path: Path
 ) -> None:
-    """Although it holds the pipes, and even writes to them."""
+    """The process that is left holds the pipes, and even writes to them."""
     os.mkfifo(tmp_path / "held")
     held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
     found = run(script("exec 3>$HERE/held\nyes >&2 &\nsleep 1000 &\necho done; exit 1"))

@@ -103,7 +103,7 @@ def test_a_job_cannot_be_put_into_somebody_else_s_mouth() -> None:
 
 
 def first_release(nonce: bytes) -> bytes:
-    """Return the first bytes of a release whose greetings named no job; it waits for as many."""
+    """Return the first bytes of a release whose greetings named no job; it reads that number."""
     return frames.MAGIC + b"\0\1" + nonce
 
 
@@ -374,7 +374,7 @@ def test_the_first_frame_may_not_be_huge() -> None:
 
 def test_a_client_that_never_reads_is_cut_off() -> None:
     async def flood(channel: Channel) -> None:
-        """As the coordinator does: sends when it has a message, and listens all the time."""
+        """Send whenever there is a message, and listen all the time, like the coordinator."""
         if (await channel.receive(StatusRequest)) is not None and greedy:
             greedy.clear()
             listening = asyncio.ensure_future(channel.receive(StatusRequest))
@@ -537,7 +537,7 @@ def test_complaints_are_told_or_counted() -> None:
 
 @pytest.mark.parametrize("unread", [False, True], ids=["read all", "left some unread"])
 def test_the_last_words_of_a_peer_are_read_though_it_cannot_be_answered(unread: bool) -> None:
-    """As by an agent that was frozen while its job ended, and reports as it wakes."""
+    """An agent can be such a peer: it was frozen while its job ended, and reports as it wakes."""
 
     async def scene() -> None:
         with socket.create_server((HOST, 0)) as listener:

@@ -281,7 +281,7 @@ def test_a_weight_in_two_reentrant_checkpoints_is_refused() -> None:
 
 
 def test_a_hook_that_takes_the_gradient_away_is_refused() -> None:
-    """So are hooks that apply an optimizer within the backward pass."""
+    """Hooks that apply an optimizer within the backward pass are refused as well."""
 
     def use(step: Any, model: nn.Module, optimizer: Any, x: Any, y: Any) -> None:
         def apply(param: torch.Tensor) -> None:

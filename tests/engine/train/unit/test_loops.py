@@ -229,7 +229,7 @@ def test_a_round_that_is_computed_again_sums_what_it_did_before(spoiled: str) ->
 def test_rounds_go_where_all_exchanges_keep_their_order(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with NCCL, whose messages have no tags."""
+    """NCCL needs this order, because its messages have no tags."""
     (expected,) = results(script, 1)
     monkeypatch.setattr(MortalTransport, "ordered", True)
     assert results(script, 3) == [expected] * 3

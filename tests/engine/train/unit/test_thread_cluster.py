@@ -236,7 +236,7 @@ def test_a_bit_flipped_in_any_message_is_put_right(number: int, expected: str) -
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_loss_of_a_step_is_the_mean_over_its_samples(workers: int) -> None:
-    """Also in the last step of an epoch, in which virtual ranks have unequal numbers of them."""
+    """The last step of an epoch is no exception: there virtual ranks have unequal numbers."""
     values = torch.arange(10.0).square()
     data = torch.utils.data.TensorDataset(values[:, None])
     found: list[tuple[float, float]] = []

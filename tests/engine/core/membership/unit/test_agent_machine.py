@@ -339,7 +339,7 @@ def test_a_frozen_process_is_killed_unless_the_agent_itself_has_paused_it() -> N
 
 
 def test_a_process_counts_as_silent_only_once_it_has_joined() -> None:
-    """Before that its script may wait for something outside, and no loop of it runs."""
+    """A process that has not joined may wait for something outside, and runs no loop."""
     node = Node()
     node.want((0, 1))
     node.feed(ag.Spawned(WorkerId(0), ONE, 1000))
@@ -364,7 +364,7 @@ def test_a_sample_of_a_process_that_has_ended_or_is_another_ones_says_nothing() 
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_a_worker_with_processes_on_other_nodes_is_not_alone(spread: bool) -> None:
-    """Those may have been given up, and the job may continue without this node."""
+    """The worker may have been given up, and the job may continue without this node."""
     node = Node()
     node.run(0)
     view = a_view(1, (0,))

@@ -1,4 +1,4 @@
-"""When a job ends because its workers cannot continue together."""
+"""A job must end when its workers cannot continue together."""
 
 from __future__ import annotations
 

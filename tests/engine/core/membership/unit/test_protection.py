@@ -406,7 +406,7 @@ def test_a_state_that_nodes_claim_to_hold_but_do_not_give_is_not_asked_for_for_e
 
 
 def test_states_whose_rows_are_lost_are_not_recalled() -> None:
-    """Only a checkpoint has rows as well; pieces of later views count again."""
+    """The rows are in checkpoints only; pieces of later views count again."""
     durable, facts = Durable([2]), three_nodes()
     assert facts.view is not None
     number = facts.view.number

@@ -1,4 +1,4 @@
-"""When the coordinator looks again: after a change, when a node falls silent, and at alarms."""
+"""The coordinator must look again after a change, when a node falls silent, and at alarms."""
 
 from __future__ import annotations
 

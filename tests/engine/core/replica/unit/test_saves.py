@@ -1,4 +1,4 @@
-"""When a share of the state is saved, and when a checkpoint counts: decisions of the core."""
+"""The core must decide when a share of the state is saved, and when a checkpoint counts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_only_the_agreed_step_is_copied() -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_worker_is_busy_from_the_order_to_the_answer(early: bool) -> None:
-    """That holds even if the answer arrives before the script has reported its copy."""
+    """The worker is busy even if the answer arrives before the script has reported its copy."""
     saves = saving()
     saves.agree(10, a_view(1, range(2)), Wish.SAVE)
     saves.next_copy(10)

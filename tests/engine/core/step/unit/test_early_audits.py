@@ -177,7 +177,7 @@ def test_all_contradict_themselves_by_the_script_or_by_their_kernels(
 
 
 def test_a_task_that_contradicts_itself_is_computed_by_all_though_it_was_not_to_be() -> None:
-    """Whoever repeats its own first task may be alone in that."""
+    """The worker that repeats its own first task may be the only one."""
     found, view = audits(), view_of(2, 4)
     step = OpenStep(0)
     step.note(TaskDone(0, 3, Purpose.HOSTED, 1, FICKLE))

@@ -221,7 +221,7 @@ def test_a_view_that_is_over_is_forgotten() -> None:
 
 
 def test_effects_for_one_process_alone_are_those_of_the_agent_and_the_whole_worker() -> None:
-    """Only effects that concern the agent, or the worker as a whole, are for one process alone."""
+    """One process alone gets only effects that concern the agent, or the worker as a whole."""
     kinds = get_args(ef.WorkerEffect)
     alone = {kind.__name__ for kind in kinds if not is_shared(object.__new__(kind))}
     assert alone == {"Tell", "NoteDoubt", "Withdraw", "LookWhoIsLate", "GiveUp", "Exit"}

@@ -347,7 +347,7 @@ def test_hardware_that_is_not_deterministic_is_asked_for_less(tolerance: float, 
 
 
 def test_several_machines_that_contradict_themselves_end_the_job_by_its_script() -> None:
-    """On processors that compute exactly, only chance in the script explains the differences."""
+    """Only chance in the script explains differences on processors that compute exactly."""
     company = Company(2, StepPolicy(audit=1.0), exact=True)
     words = itertools.count(100)  # another one each time
     for walker in company.walkers:

@@ -262,7 +262,7 @@ def test_the_leader_tells_of_what_costs_something() -> None:
 
 
 def test_slowness_that_comes_and_goes_is_reported_once() -> None:
-    """As on a laptop with other programs, worker 1 is late for a while, again and again."""
+    """Worker 1 is late for a while, again and again, as on a laptop with other programs."""
     workers = _ids(range(2))
     members = tuple(
         Member(worker=w, incarnation=Incarnation(1), agent=AgentId("a")) for w in workers

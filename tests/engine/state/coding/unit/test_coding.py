@@ -26,7 +26,7 @@ SHAPES = [(1, 1), (2, 1), (4, 2), (3, 4), (10, 6), (12, 2)]  # data and parity p
 
 
 def times(a: int, b: int) -> int:
-    """In GF(2^8) with ISA-L's polynomial, bit by bit."""
+    """Multiply in GF(2^8) with ISA-L's polynomial, bit by bit."""
     product = 0
     while b:
         product ^= a if b & 1 else 0

@@ -137,7 +137,7 @@ def test_pieces_older_than_a_protected_state_are_dropped() -> None:
 
 
 def test_pieces_of_older_steps_that_a_later_view_keeps_stay() -> None:
-    """That view began further back, since a state that an older view protected was lost."""
+    """The later view began further back, because a state that an older view protected was lost."""
     with file_of() as (arena, reading):
         put(arena, GRADIENT, 2, b"old" * 9)
         put(arena, GRADIENT, 2, b"new" * 9, PieceShelf(7, 3, ((0, 0),), 0))

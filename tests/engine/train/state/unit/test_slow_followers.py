@@ -51,7 +51,7 @@ class Receiver:
         assert self.receiver.follow(everybody) == ()
 
     def until(self, kind: type[Any]) -> list[ev.WorkerEvent]:
-        """Its next events, up to the first one of a kind."""
+        """Return the next events, up to the first one of a kind."""
         found = [self.said.get(timeout=WAIT_S)]
         while not isinstance(found[-1], kind):
             found.append(self.said.get(timeout=WAIT_S))

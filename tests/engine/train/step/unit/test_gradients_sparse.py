@@ -131,7 +131,7 @@ def test_sparse_gradients_are_the_same_on_any_workers(script: Script) -> None:
 def test_sparse_gradients_go_where_all_exchanges_keep_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As with NCCL, whose messages have no tags."""
+    """NCCL needs this order, because its messages have no tags."""
     (expected,) = results(by_sgd, 1)
     monkeypatch.setattr(MortalTransport, "ordered", True)
     assert results(by_sgd, 3) == [expected] * 3

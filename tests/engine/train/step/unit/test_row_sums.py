@@ -135,7 +135,7 @@ def test_the_sum_is_the_one_along_the_tree_whoever_hosts_what(
 
 @pytest.mark.parametrize("is_used", [True, False])
 def test_a_negative_zero_stays_one_only_beside_a_sum_without_any_rows(is_used: bool) -> None:
-    """Also where the other sum has rows, but none within the part that a member adds up."""
+    """The other sum may also have rows, but none within the part that a member adds up."""
     count = int(is_used)
     few = Rows(places=torch.arange(count), values=torch.ones(count, 1))
     many = Rows(places=torch.arange(10, 60), values=torch.full((50, 1), -0.0))
