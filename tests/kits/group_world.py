@@ -1,8 +1,8 @@
-"""A small world for the machine of groups: real agents, made-up processes, and a judge.
+"""Simulates a small world for the machine of groups: real agents, made-up processes, and a judge.
 
 Everything is drawn from a seed: when messages arrive, whether they are lost, repeated or late, when
-processes and agents are lost, nodes silent and coordinators restarted. `judge` looks at what really
-happens, not at what the machines believe.
+processes and agents are lost, nodes silent and coordinators restarted. `judge` looks at the truth,
+not at the machines' knowledge.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Script:
 
 @dataclass(slots=True)
 class Node:
-    """A machine, with an agent or for the moment without one."""
+    """Is a machine, with an agent or for the moment without one."""
 
     name: AgentId
     incarnation: int = 0
@@ -86,9 +86,9 @@ class Node:
 
 @dataclass(slots=True)
 class Truth:
-    """Everything that has happened; each machine knows only parts of it."""
+    """Records the whole truth; each machine knows only parts of it."""
 
-    record: JobRecord | None = None  # the durable one
+    record: JobRecord | None = None  # the durable record
     groups: dict[int, View] = field(default_factory=dict)  # groups that an agent received
     started: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)
     done: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)  # ended on their own
@@ -361,7 +361,7 @@ class GroupWorld:
                 elif whole:
                     before = script.status.activity if script.status else 0
                     self.say(node, script, activity=before + 1)
-                elif self.draw.random() < 0.03 and not hangs:  # it loses a connection
+                elif self.draw.random() < 0.03 and not hangs:  # the worker loses a connection
                     self.end(node, script, 1)
 
     # ------------------------------------------------------------ faults

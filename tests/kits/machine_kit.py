@@ -47,7 +47,7 @@ def a_view(
 
 
 class Walker:
-    """One worker: its machine, and the orders that are not carried out yet."""
+    """Is one worker: its machine, and the orders that are not carried out yet."""
 
     def __init__(
         self, worker: int, policy: StepPolicy | None = None, *, exact: bool = False
@@ -119,7 +119,7 @@ class Walker:
 
 
 class Company:
-    """Several workers in one view: all receive each message and result at once."""
+    """Runs several workers in one view: all receive each message and result at once."""
 
     def __init__(
         self, workers: int, policy: StepPolicy | None = None, *, exact: bool = False
@@ -127,7 +127,7 @@ class Company:
         self.walkers = [Walker(worker, policy, exact=exact) for worker in range(workers)]
         self.view: View
         self.summed: Callable[[int, ev.Summed], ev.Summed] = lambda rank, event: event
-        self.stops_at: Topic | None = None  # this gather hangs
+        self.stops_at: Topic | None = None  # the gather that hangs
 
     def enter(self, view: View) -> None:
         """Make all members install a view and connect."""

@@ -1,6 +1,6 @@
-"""A tiny cluster around the machines of the core: only a story's commands move it.
+"""Runs a tiny cluster around the machines of the core: only a story's commands move it.
 
-What machines send each other waits until it is delivered; tasks, sums and copies are done when a
+The messages between machines wait for delivery; tasks, sums and copies are done when a
 command of the story finishes them. There is no chance, and the clock only moves as messages are
 delivered, or by a command of the story.
 """
@@ -64,7 +64,7 @@ class Setting:
 
 
 class Host:
-    """One node: its agent, and the messages that wait for it."""
+    """Is one node: its agent, and the messages that wait for it."""
 
     def __init__(self, name: AgentId, slots: int) -> None:
         self.name = name
@@ -83,7 +83,7 @@ class Host:
 
 
 class Process:
-    """One process of a worker: its machine, and what its script and its exchanges wait for."""
+    """Is one process of a worker: its machine, and the tasks and exchanges under way."""
 
     def __init__(self, host: Host, machine: WorkerMachine, until: int, procs: int = 1) -> None:
         status = machine.snapshot()
@@ -119,7 +119,8 @@ class Cluster:
         self._beat_at = HEARTBEAT_S
         self.blocks: list[Block] = []
         self.groups: dict[int, Group] = {}
-        self.shares: dict[tuple[int, int], set[int]] = {}  # written ones: step, view: ranks
+        # The ranks whose shares are written, by step and view.
+        self.shares: dict[tuple[int, int], set[int]] = {}
         self.processes: dict[WorkerId, Process] = {}  # the newest process of each worker
         self.feeds = Feeds()
         self.further = FurtherNodes()
@@ -150,7 +151,7 @@ class Cluster:
         self.tell_coordinator(ce.Tick())
 
     def tell_coordinator(self, event: ce.CoordinatorEvent) -> None:
-        """Hand the coordinator an event and carry out what follows."""
+        """Hand the coordinator an event, and carry out its effects."""
         machine = self.coordinator
         if machine is None:
             return
@@ -180,7 +181,7 @@ class Cluster:
         self.tell_agent(host, ag.Tick())
 
     def tell_agent(self, host: Host, event: ag.AgentEvent) -> None:
-        """Hand an agent an event and carry out what follows."""
+        """Hand an agent an event, and carry out its effects."""
         machine = host.machine
         if machine is None:
             return
@@ -280,7 +281,7 @@ class Cluster:
         yield from self._script_goes_on(process)
 
     def go_on(self, process: Process) -> None:
-        """Finish something for a script, unheard by its machine."""
+        """Finish something for a script, without an event for its machine."""
         for event in list(self._script_goes_on(process)):
             self.feed(process, event)
 
@@ -382,7 +383,7 @@ class Cluster:
         return True
 
     def settle(self) -> None:
-        """Deliver all control messages, and what follows from them, until none is left."""
+        """Deliver all control messages, and the messages that follow, until none is left."""
         for _ in range(ROUNDS_MAX):
             moved = [self.hear_workers(host) for host in self.hosts.values()]
             moved.append(self.hear_reports())
@@ -439,7 +440,7 @@ class Cluster:
                 yield deadline
 
     def _due(self) -> Iterable[Callable[[], Any]]:
-        """Yield the machines whose time has come, one by one, since one may end another."""
+        """Yield the machines whose time has come, one by one, because one may end another."""
         machine = self.coordinator
         if machine is not None and _is_due(machine.deadline(), self.now):
             yield partial(self.tell_coordinator, ce.Tick())

@@ -16,7 +16,7 @@ from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
 from holdfast.lab.sim.exchanges import answer
 
-SOUND = 7  # the fingerprint of a state in which no bit is wrong
+SOUND = 7  # the fingerprint of a state without wrong bits
 
 
 class Work:
@@ -30,15 +30,15 @@ class Work:
         self.whole = False  # whether all of the state is compared in this step
         self.tokens: dict[int, int] = {}
         self.copies: dict[int, int] = {}
-        self.copied = -1  # the step before which it has copied the state for its followers
-        self.saving: list[tuple[int, View]] = []  # shares that its writer has got
-        self.flipped = 0  # how far wrong bits have moved its fingerprint
-        self.lies = 0  # tasks that it computes wrongly from now on
+        self.copied = -1  # the step before which the script has copied the state for followers
+        self.saving: list[tuple[int, View]] = []  # shares that the writer has received
+        self.flipped = 0  # change of the fingerprint by wrong bits
+        self.lies = 0  # tasks that the script computes wrongly from now on
         self.told_lies = 0
-        self.poisons = False  # its next task is not finite
+        self.poisons = False  # the next task is not finite
         self.sums_wrongly = False
-        self.left = False  # it has left its loop
-        self.receiving: int | None = None  # the missed step for which it waits
+        self.left = False  # the script has left its loop
+        self.receiving: int | None = None  # the missed step for which the script waits
 
     def install(self, view: View) -> None:
         """Install a view."""
@@ -155,7 +155,7 @@ class Group:
     # ------------------------------------------------------------ hearing
 
     def missing(self, kind: str, worker: WorkerId) -> list[WorkerId] | None:
-        """Return the members that this one waits for; None if it waits for no exchange."""
+        """Return the members for which this one waits; None if it waits for no exchange."""
         turn = self._turn(kind, worker)
         if turn is None or worker not in turn:
             return None
@@ -169,7 +169,7 @@ class Group:
         return [turn[w] for w in self.view.workers]
 
     def drop(self, kind: str, worker: WorkerId) -> None:
-        """Pass over what this member waits for, as if it was lost."""
+        """Skip the exchange for which this member waits, as if it was lost."""
         self._heard[kind, worker] = self._heard.get((kind, worker), 0) + 1
 
     def _turn(self, kind: str, worker: WorkerId) -> dict[WorkerId, object] | None:
@@ -201,7 +201,7 @@ class Group:
         )
 
     def checked(self, worker: WorkerId) -> ev.SumChecked:
-        """Hand on the members' answers about a sum."""
+        """Return the members' answers about a sum to a member."""
         checks: list[ef.CheckSum] = self.hear("check", worker)  # type: ignore[assignment]
         hosts = tuple(self.view.rank(owner) for owner in self.reduces[worker].owners)
         wrongly, size = tuple(sorted(self.wrongly)), len(checks)
@@ -209,7 +209,7 @@ class Group:
         return ev.SumChecked(self.view.number, checks[0].bucket, tuple(rows))
 
     def gathered(self, topic: Topic, worker: WorkerId) -> ev.Gathered:
-        """Hand on the rows that all have given for a topic."""
+        """Return the rows of all members for a topic to a member."""
         rows: list[Row] = self.hear(topic.value, worker)  # type: ignore[assignment]
         return ev.Gathered(self.view.number, topic, tuple(rows))
 

@@ -1,4 +1,4 @@
-"""A whole job in threads of one process: real machines, drivers, engines; transport in memory.
+"""Runs a whole job in threads of one process: real machines, drivers, engines; transport in memory.
 
 The test's own thread is the control plane: a coordinator and one agent, in real time. Each worker
 is a thread that runs a script with a Job of its own. Workers die where the script or the transport
@@ -36,7 +36,7 @@ from holdfast.lab.contracts.memory_transport import MemoryNetwork, MemoryTranspo
 from joiner_gate import JoinerGate
 
 HANG_S = 60.0
-ROUNDS_TO_FAIL = 20  # rounds of the control plane: a failing process takes a while to report
+ROUNDS_TO_FAIL = 20  # rounds of the control plane; a failing process takes a while to report
 LOOK_S = 0.01  # between two looks at the clock
 BEAT_S = 0.2
 SOON_S = 5.0  # back-offs are shorter, and quarantines longer
@@ -80,7 +80,7 @@ class MortalDriver(Driver):
 
 
 class ThreadWorker:
-    """One worker: its driver, its script's thread, and the connection to the control plane."""
+    """Is one worker: its driver, its script's thread, and the connection to the control plane."""
 
     def __init__(
         self, cluster: ThreadCluster, worker: WorkerId, incarnation: Incarnation, spec: JobSpec
@@ -106,7 +106,7 @@ class ThreadWorker:
 
     @property
     def expects_change(self) -> bool:
-        """Return whether it knows that its view is about to be left as planned."""
+        """Return whether it knows of the planned end of its view."""
         return self._machine._standing.is_change_pending
 
     def transport(self) -> MortalTransport:
@@ -176,7 +176,7 @@ class ThreadCluster:
         self.network = MemoryNetwork()
         self.workers: dict[WorkerId, ThreadWorker] = {}  # the newest of each number
         self.errors: list[BaseException] = []
-        self.ended: set[WorkerId] = set()  # ended before the end of their script
+        self.ended: set[WorkerId] = set()  # workers that ended before the end of their script
         self.damaging: list[MortalTransport] = []  # transports ordered to flip a bit
         self.views: list[str] = []  # the coordinator's text on each
         self.events: list[tuple[str, str]] = []  # the job's events: kind and text

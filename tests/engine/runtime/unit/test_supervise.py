@@ -18,7 +18,7 @@ def keep(*, spared: bool) -> Kept:
 def test_a_process_that_can_be_spared_is_given_up_and_the_first_one_runs_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first node's agent is such a process: it may lack descriptors, the coordinator runs on."""
+    """The first node's agent is such a process: it may lack descriptors; the coordinator stays."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     agent = keep(spared=True)
