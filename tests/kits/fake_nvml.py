@@ -1,4 +1,4 @@
-"""A stand-in for pynvml (nvidia-ml-py): the same names, calls, structures and exceptions.
+"""Stands in for pynvml (nvidia-ml-py): the same names, calls, structures and exceptions.
 
 `FakeNvml(gpus)` is the module. A `Gpu` that has None for something raises NotSupported for it, as
 older, virtual and MIG-split GPUs do. test_gpu_health.py compares all this with the real module.
@@ -22,7 +22,7 @@ class NVMLError(Exception):
 
 @dataclass
 class Gpu:
-    """One healthy data-centre GPU, unless a test changes it."""
+    """Is one healthy data-centre GPU, unless a test changes it."""
 
     bus: str = "00000000:3B:00.0"
     name: str = "NVIDIA H100 80GB HBM3"

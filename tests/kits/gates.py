@@ -1,4 +1,4 @@
-"""A gate on the loopback address with its log, and clients of it, honest and otherwise."""
+"""Runs a gate on the loopback address with its log, and clients of it, honest or not."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def shaken_hands(here: Site) -> tuple[Stranger, frames.Sealer]:
 
 @dataclass
 class Tapped:
-    """One connection seen from between its ends; `alter` changes the client's bytes."""
+    """Is one connection seen from between its ends; `alter` changes the client's bytes."""
 
     port: int = 0
     client_said: bytes = b""

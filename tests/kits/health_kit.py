@@ -1,4 +1,4 @@
-"""Shared by the tests of health checks."""
+"""Helps the tests of health checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to plant bugs: a registry of mutations, and swarms aimed at rare situations."""
+"""Defines the ways to plant bugs: a registry of mutations, and swarms aimed at rare situations."""
 
 from __future__ import annotations
 

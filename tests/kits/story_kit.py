@@ -1,4 +1,4 @@
-"""Stories: scenarios of the machines of the core as text, commands with their effects below.
+"""Reads stories: scenarios of the core's machines as text, commands with effects below.
 
 A story file begins with two lines that describe it. Then come its parts, with a blank line between
 them: remarks (`# ...`), one command or more, `----`, and the effects on the machines.

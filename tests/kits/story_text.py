@@ -1,4 +1,4 @@
-"""How stories write down what the machines do: one short line for each effect.
+"""Writes down the acts of the machines for stories: one short line for each effect.
 
 Statuses, directives and reports carry whole states; a story shows only the news in them. Numbers
 that only order messages, clocks and default values are left out.

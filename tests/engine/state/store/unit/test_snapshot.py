@@ -200,8 +200,7 @@ def test_any_number_of_workers_restores_a_checkpoint_that_several_saved(
         restore_together(store, 40, things)
         assert all(same(thing, Thing(1)) for thing in things)
     assert store.storage.names(PARTS) == []
-    # The state is the same: all bytes are from step 10.
-    assert len(store.manifest(40).packs) == size
+    assert len(store.manifest(40).packs) == size  # the same state: all bytes are from step 10
     assert {p.split("/")[1][:12] for p in store.manifest(40).packs} == {f"{10:012d}"}
 
 
