@@ -58,7 +58,7 @@ class Times:
 
 
 class Protected:
-    """A training script's state, as `job.protect` takes it."""
+    """Is a training script's state, as `job.protect` takes it."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -71,7 +71,7 @@ class Protected:
 
 
 class RunningJob:
-    """What a job's workers do at a step boundary, one after the other, and their node's writer."""
+    """Runs the work of a job's workers at a step boundary, in turn, and their node's writer."""
 
     def __init__(self, state: State, workers: int, folder: Path) -> None:
         self.store = folder / "store"

@@ -129,7 +129,7 @@ Next to other libraries, which take and return whole pieces as new objects; ours
 
 
 def lines() -> Iterator[str]:
-    """All tables."""
+    """Yield the lines of all tables."""
     yield from HEAD.splitlines()
     for k, m in CODES:
         pieces = Pieces(k, m)
@@ -143,7 +143,7 @@ def lines() -> Iterator[str]:
 
 
 def speeds(p: Pieces, packet: int) -> str:
-    """One row of the first table."""
+    """Return one row of the first table."""
     ours = {"encode": lambda: p.encode(packet), "decode": lambda: p.decode(packet)}
     found, cells = timed({**p.memory(), **ours}), ""
     for name in ours:
@@ -153,7 +153,7 @@ def speeds(p: Pieces, packet: int) -> str:
 
 
 def beside(p: Pieces, name: str, encode: Work, decode: Work) -> str:
-    """One row of the second table."""
+    """Return one row of the second table."""
     ours = {"encode": lambda: p.encode(BEST), "decode": lambda: p.decode(BEST)}
     found = timed({**ours, "theirs": encode, "their decode": decode})
     by = found["theirs"] / found["encode"], found["their decode"] / found["decode"]

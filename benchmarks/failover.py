@@ -42,7 +42,7 @@ def candidate(url: str, path: Path, secret: bytes) -> subprocess.Popen[bytes]:
 
 
 def until_leader(url: str, after_term: int, folder: Path) -> tuple[Leader, int]:
-    """The leader of a later term, and its process; polled every 10 ms."""
+    """Return the leader of a later term, and its process; poll every 10 ms."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(WorldError):

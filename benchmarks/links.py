@@ -26,7 +26,7 @@ NETWORK, LINK, COMPUTING = "the network of a worker", "one link", "computing"
 
 @dataclass(slots=True)
 class Found:
-    """Verdicts. `wrong`: those on members other than the culprit, or of another kind."""
+    """Counts verdicts. `wrong`: verdicts on members other than the culprit, or of another kind."""
 
     cases: int = 0
     wrong: int = 0

@@ -27,7 +27,7 @@ Owners = tuple[WorkerId, ...]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What machines, or racks, send to each other for one sum, in multiples of the least."""
+    """Gives the bytes that machines, or racks, send for one sum, in multiples of the least."""
 
     mean: float
     most: float

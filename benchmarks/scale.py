@@ -40,7 +40,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(slots=True)
 class FakeAgent:
-    """One node: reports as perfect workers would."""
+    """Is one node, which reports as perfect workers would."""
 
     name: AgentId
     slots: int
@@ -110,7 +110,7 @@ class Measured:
 
 
 class Scale:
-    """One coordinator process and its agents."""
+    """Runs one coordinator process and its agents."""
 
     def __init__(self, agents: int, slots: int, run_dir: RunDir) -> None:
         self._count = agents

@@ -47,7 +47,7 @@ class Launch:
 
 @dataclass(slots=True)
 class StepCost:
-    """The launches of both libraries with one model and `workers` workers."""
+    """Makes the launches of both libraries with one model and `workers` workers."""
 
     model: str
     workers: int

@@ -18,7 +18,7 @@ STEADY_STEPS = 20  # before the kill
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
-    """`at`: when the worker was killed, in monotonic seconds. `last`: the newest step until then.
+    """Describes a kill. `at`: its time, in monotonic seconds. `last`: the newest step until then.
 
     `ends`: what ended since, not on the worker that was killed unless it was the only one.
     """

@@ -30,7 +30,7 @@ DIM, STEPS, BLOCKS = 16, 5, 12
 
 
 class Twin(nn.Module):
-    """The same tables and model without Holdfast; `alike`: begin with these rows."""
+    """Has the same tables and model without Holdfast; `alike`: begin with these rows."""
 
     def __init__(self, alike: servers.EmbeddingBagCollection) -> None:
         super().__init__()

@@ -157,7 +157,7 @@ class ThreadWorker:
 
 
 class ThreadCluster:
-    """See the module's docstring. `kill_at`: worker and number of its exchange at which it dies.
+    """Runs a job as the module describes. `kill_at`: by worker, the exchange at which it dies.
 
     `damage_at`: a worker, and the number of its exchange in which a bit of a message is flipped.
     `waits`: the other workers wait for a worker that died, so that it joins however late it comes

@@ -76,7 +76,7 @@ def number_of_field(kind: type[msgspec.Struct]) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """A format: the constant in the code that numbers it, and a kept file for each number.
+    """Describes a format: its number's constant in the code, and a kept file for each number.
 
     `since`: the first number that is still read.
     """

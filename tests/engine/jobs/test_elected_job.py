@@ -48,7 +48,7 @@ def standby(url: str, run: LocalRun, tmp_path: Path) -> Iterator[subprocess.Pope
 
 
 def until_newer(run: LocalRun, term: int) -> dict[str, Any]:
-    """The coordinator of a later term, once it answers."""
+    """Return the coordinator of a later term, once it answers."""
 
     def newer() -> dict[str, Any] | None:
         with contextlib.suppress(HoldfastError):

@@ -90,14 +90,14 @@ def test_tensors_on_a_gpu_travel_by_way_of_the_host(fake_gpu: torch.device) -> N
 
 
 class Hasty(DeviceCopies):
-    """A planted bug: it does not wait until copies to the host have arrived."""
+    """Plants a bug: it does not wait until copies to the host have arrived."""
 
     def to_host(self, copies: list[Copy], after: Moment) -> None:
         self._copy(copies, after)
 
 
 class Careless(DeviceCopies):
-    """A planted bug: later computing does not wait for copies to the device."""
+    """Plants a bug: later computing does not wait for copies to the device."""
 
     def to_device(self, copies: list[Copy], after: Moment) -> Moment:
         return self._copy(copies, after)

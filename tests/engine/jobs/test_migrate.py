@@ -50,7 +50,7 @@ with open(sys.argv[2] + ".digests", "a") as told:
 
 
 class Nodes:
-    """A job of two workers on node `local`, and further nodes whose workers wait."""
+    """Runs a job of two workers on node `local`, and further nodes whose workers wait."""
 
     def __init__(self, run: LocalRun, stop: Path) -> None:
         self.run = run

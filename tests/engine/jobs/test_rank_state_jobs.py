@@ -26,7 +26,7 @@ HOSTS = ("--no-rebalance", "--speculation-budget", "0")
 
 @pytest.fixture(scope="module")
 def carried(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """carried(*options) -> the digest of the undisturbed run on one worker with V=4."""
+    """Return carried(*options): the digest of the undisturbed run on one worker with V=4."""
     known: dict[tuple[str, ...], str] = {}
 
     def digest(*options: str) -> str:

@@ -202,7 +202,7 @@ def wait_for_end() -> None:
 
 
 class Member:
-    """One member of a view: a model, an optimizer, and its share of the optimizer's state."""
+    """Is one member of a view: a model, an optimizer, and a share of the optimizer's state."""
 
     def __init__(self, rank: int, boxes: Sequence[Any]) -> None:
         torch.manual_seed(5)

@@ -38,7 +38,7 @@ def mailbox(host: Host) -> socket.socket:
 
 
 def paths(lab: Lab) -> set[tuple[int, int]]:
-    """Which hosts' datagrams reach which."""
+    """Return the pairs of hosts between which datagrams arrive."""
     found: set[tuple[int, int]] = set()
     with contextlib.ExitStack() as stack:
         boxes = [stack.enter_context(mailbox(host)) for host in lab.hosts]

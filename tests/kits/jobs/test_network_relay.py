@@ -33,7 +33,7 @@ def hosts(shared: Lab) -> Iterator[tuple[Host, ...]]:
 
 
 def echo_s(connection: socket.socket, data: bytes = b"x") -> float:
-    """How long the echo of `data` takes."""
+    """Return the time that the echo of `data` takes."""
     began = time.monotonic()
     connection.sendall(data)
     assert receive(connection, len(data)) == data

@@ -152,7 +152,7 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A process that accepts connections and reads none of them before a line comes in."""
+    """Is a process that accepts connections and reads none of them before a line comes in."""
 
     process: subprocess.Popen[bytes]
     address: tuple[str, int]

@@ -29,7 +29,7 @@ def flags(servers: int, replicas: int = 1) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def digest(tmp_path_factory: pytest.TempPathFactory) -> Digest:
-    """digest(steps) -> digest of the undisturbed run on one worker, which holds all rows itself."""
+    """Return digest(steps): the result of the undisturbed run on one worker with all rows."""
     known: dict[int, str] = {}
 
     def compute(steps: int) -> str:

@@ -43,7 +43,7 @@ Script = Callable[..., ExternalCheck]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """script(text) -> a check that runs it with sh; it may refer to its own folder as $HERE."""
+    """Return script(text): it makes a check run by sh, which may call its own folder $HERE."""
 
     def make(text: str, limit_s: float = RUN_S, every_s: float = 0.0) -> ExternalCheck:
         path = tmp_path / "check.sh"
@@ -68,7 +68,7 @@ def repeated() -> Iterator[Callable[[ExternalCheck], RepeatedCheck]]:
 
 
 def gone(fifo: int) -> bool:
-    """Whether every process that held the other end of a FIFO has ended."""
+    """Return whether every process that held the other end of a FIFO has ended."""
     return bool(wait_readable([fifo], RUN_S)) and os.read(fifo, 1) == b""
 
 
@@ -211,7 +211,7 @@ def test_an_answer_that_makes_no_sense_is_unknown() -> None:
 
 
 def told(check: RepeatedCheck, now: float) -> Finding:
-    """The finding of the current run."""
+    """Return the finding of the current run."""
     while True:
         found = check.round(now)
         if found:

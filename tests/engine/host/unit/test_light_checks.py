@@ -51,7 +51,7 @@ def test_a_child_that_hangs_is_killed() -> None:
 
 
 class Undead:
-    """A process in the kernel's hands: killing does not end it."""
+    """Is a process in the kernel's hands, which a kill does not end."""
 
     stdin = stdout = stderr = None
     returncode = None

@@ -42,7 +42,7 @@ NONCE = b"n" * frames.NONCE_BYTES
 
 
 async def refused(here: Site, peer: Stranger, why: str) -> None:
-    """`peer` is hung up on; exactly one line of the log is about it and names the reason."""
+    """Check that `peer` is hung up on, and that one line of the log names it and the reason."""
     await peer.ended()
     await until(lambda: here.lines)
     await honest(here)
@@ -103,7 +103,7 @@ def test_a_job_cannot_be_put_into_somebody_else_s_mouth() -> None:
 
 
 def first_release(nonce: bytes) -> bytes:
-    """Return the first bytes of a release whose greetings named no job; it reads that number."""
+    """Return the first bytes of a release whose greetings named no job; it reads equally many."""
     return frames.MAGIC + b"\0\1" + nonce
 
 
@@ -304,7 +304,7 @@ def test_bad_connections_do_not_flood_the_log() -> None:
 
 
 def told(lines: list[str]) -> int:
-    """How many refusals the log accounts for."""
+    """Return the number of refusals in the log."""
     found = [re.match(r"and (\d+) more", line) for line in lines]
     return sum(int(m[1]) if m else 1 for m in found)
 
@@ -467,7 +467,7 @@ def test_a_channel_that_is_finished_has_delivered_everything() -> None:
 
 
 class Exhausted(socket.socket):
-    """A listener that finds no free descriptor the first time."""
+    """Is a listener that finds no free descriptor the first time."""
 
     tries = 0
 

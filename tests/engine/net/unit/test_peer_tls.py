@@ -107,7 +107,7 @@ class FreezesOnceKnown(SharedRendezvous):
 
 
 def leaves_a_frozen_peer(member: GroupMember) -> None:
-    """Its kernel takes the connection in, and no process there shakes hands."""
+    """Check that a frozen peer is left: its kernel accepts, but no process shakes hands."""
     kind = FreezesOnceKnown if member.rank == 1 else SharedRendezvous
     rendezvous = kind(member.addresses, "frozen", member.rank, threading.Event())
     transport, began = member.make(), time.monotonic()
@@ -153,7 +153,7 @@ def test_a_member_with_certificates_of_another_authority_is_refused(
 
 
 class Tapped(SharedRendezvous):
-    """A rendezvous whose connections go through a relay that records their bytes."""
+    """Is a rendezvous whose connections go through a relay that records their bytes."""
 
     heard: bytearray
 

@@ -40,7 +40,7 @@ Issue = Callable[..., TlsFiles]
 
 @pytest.fixture(scope="module")
 def issue(tmp_path_factory: pytest.TempPathFactory) -> Issue:
-    """issue(ca="ours", host=HOST, not_after=None) -> files; one CA for each name."""
+    """Return issue(ca="ours", host=HOST, not_after=None): it makes files; one CA for each name."""
     authorities: dict[str, trustme.CA] = {}
 
     def make(

@@ -196,7 +196,7 @@ def trained(path: Path, nproc: int, faults: str = "", options: tuple[str, ...] =
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run without errors, on one worker."""
+    """Return the directory of a run without errors, on one worker."""
     return trained(tmp_path_factory.mktemp("clean") / "job", 1)
 
 

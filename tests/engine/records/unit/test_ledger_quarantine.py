@@ -23,7 +23,7 @@ Told = Mapping[int, Mapping[int, Sequence[int]]]  # by step and virtual rank
 
 
 def record_of(step: int, vrank: int, place: int = 0) -> int:
-    """A record that a task reads."""
+    """Return a record that a task reads."""
     return int(PLAN.indices(step, vrank)[place])
 
 

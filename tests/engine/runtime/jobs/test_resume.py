@@ -52,7 +52,7 @@ def until_saved(run: LocalRun, tmp_path: Path, step: int) -> None:
 
 
 def kill_all(run: LocalRun) -> None:
-    """The kernel ends everything with the launcher, one after the other."""
+    """Kill the launcher; wait until the kernel has ended all its processes, one after the other."""
     strike(run.pid)
     until(lambda: not run.leftovers(), "the end of all processes")
 

@@ -54,7 +54,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 @dataclass(frozen=True, kw_only=True)
 class Chief:
-    """The candidate that leads."""
+    """Is the candidate that leads."""
 
     number: int
     where: Leader

@@ -75,7 +75,7 @@ def train(job: Job, data: Any, steps: Any, model: Any, optimizer: Any) -> None:
 
 
 def loops(make: Callable[[Job], Any] | None, length: int = 4) -> Script:
-    """The commonest script: a loop over epochs around job.steps."""
+    """Return the commonest script: a loop over epochs around job.steps."""
 
     def script(job: Job, me: ThreadWorker) -> Any:
         model, optimizer = protected(job)

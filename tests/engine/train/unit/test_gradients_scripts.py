@@ -122,7 +122,7 @@ def many_dtypes(job: Job, me: ThreadWorker) -> Any:
 
 
 class Cube(torch.autograd.Function):
-    """An autograd function of the script's own."""
+    """Is an autograd function of the script's own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

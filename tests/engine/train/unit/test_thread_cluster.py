@@ -74,7 +74,7 @@ def train(
 
 
 class Run:
-    """One job, and the digest of each worker that ended."""
+    """Is one job, with the digest of each worker that ended."""
 
     def __init__(
         self,

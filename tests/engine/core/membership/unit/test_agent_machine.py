@@ -27,7 +27,7 @@ POLICY = AgentPolicy(
 
 
 class Node:
-    """An agent with its coordinator: by default, directives answer the newest report."""
+    """Is an agent with its coordinator: by default, directives answer the newest report."""
 
     def __init__(self, workers: int = 2, job: str = "one", policy: AgentPolicy = POLICY) -> None:
         self.machine = AgentMachine(ME, ONE, workers, policy, pid=77, job=job)

@@ -32,7 +32,7 @@ POLICY = CoordinatorPolicy(
 
 
 class Job:
-    """A coordinator, and nodes of one worker each, whose reports a test writes."""
+    """Runs a coordinator, and nodes of one worker each, whose reports a test writes."""
 
     def __init__(
         self,

@@ -117,7 +117,7 @@ def test_a_term_that_passes_during_a_campaign_is_not_given_again(
 
 
 class Lossy:
-    """A path to etcd that carries requests out and loses some answers."""
+    """Is a path to etcd that carries requests out and loses some answers."""
 
     def __init__(self, to: Endpoint) -> None:
         self.lose = 0

@@ -40,7 +40,7 @@ def inverse(a: int) -> int:
 
 
 def naive_parity(data: list[bytes], m: int) -> list[bytes]:
-    """The Cauchy code by its definition: row i, column j of the parity is 1 / ((k + i) ^ j)."""
+    """Compute the Cauchy code by definition: row i, column j of the parity is 1 / ((k + i) ^ j)."""
     k = len(data)
     rows = [[inverse((k + i) ^ j) for j in range(k)] for i in range(m)]
     parity = []
@@ -58,7 +58,7 @@ def pieces_of(data: Iterable[bytes]) -> list[memoryview]:
 
 
 def coded(code: ReedSolomon, size: int, seed: int) -> list[memoryview]:
-    """All pieces of random data."""
+    """Return all pieces of random data."""
     source = pieces_of(random.Random(seed).randbytes(size) for _ in range(code.k))
     parity = pieces_of([bytes(size)] * code.m)
     code.encode(source, parity)

@@ -85,7 +85,7 @@ def test_shares_are_the_state_again_in_the_order_of_the_ranks(
 
 
 class Thing:
-    """A protected object with tensors of several kinds."""
+    """Is a protected object with tensors of several kinds."""
 
     def __init__(self, seed: int) -> None:
         made = torch.Generator().manual_seed(seed)

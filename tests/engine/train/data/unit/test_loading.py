@@ -116,7 +116,7 @@ def source():
 
 
 def reference(dataset, plan_=None):
-    """Every batch of the first steps, by the plainest path."""
+    """Return every batch of the first steps, by the plainest path."""
     one = BatchSource(dataset, plan_ or plan())
     one.follow(range(4), 0, STEPS)
     return {(s, v): one.batch(s, v) for s in range(STEPS) for v in range(4)}

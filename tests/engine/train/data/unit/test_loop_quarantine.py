@@ -32,7 +32,7 @@ LEDGER = "ledger of a run"
 
 
 class Decaying:
-    """A copy of the data with bad records; `once`: bad only when they are first read.
+    """Is a copy of the data with bad records; `once`: bad only when they are first read.
 
     `ways`: the damage of each record: a "flip" of a bit, or an "error" that reading it raises.
     """

@@ -127,7 +127,7 @@ def test_the_order_is_a_bijection(length, monkeypatch):
 
 
 def scatter(x, y, length, bins=32):
-    """How far a contingency table is from independence, in standard deviations."""
+    """Return the distance of a contingency table from independence, in standard deviations."""
     table = np.histogram2d(x, y, bins=bins, range=[[0, length]] * 2)[0]
     freedom = (bins - 1) ** 2
     return float(

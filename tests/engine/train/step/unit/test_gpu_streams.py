@@ -64,7 +64,7 @@ def test_gradients_of_other_streams_are_whole_when_they_are_summed(
 
 @contextlib.contextmanager
 def anywhere(_: torch.Tensor) -> Iterator[None]:
-    """A planted bug: the bucket is filled in the present stream."""
+    """Plant a bug: the bucket is filled in the present stream."""
     yield
 
 
