@@ -52,13 +52,13 @@ State = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Times:
-    stall_s: list[float] = field(default_factory=list)  # until training could go on
+    stall_s: list[float] = field(default_factory=list)  # until training could continue
     save_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
 
 
 class Protected:
-    """A training script's state, as `job.protect` takes it."""
+    """Is a training script's state, as `job.protect` takes it."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -71,7 +71,7 @@ class Protected:
 
 
 class RunningJob:
-    """What a job's workers do at a step boundary, one after the other, and their node's writer."""
+    """Runs the work of a job's workers at a step boundary, in turn, and their node's writer."""
 
     def __init__(self, state: State, workers: int, folder: Path) -> None:
         self.store = folder / "store"
@@ -272,7 +272,7 @@ def measure_stalls(
     loaded: State,
     within: Path | None,
 ) -> None:
-    """Measure how long training stands still for a save that goes on in the background.
+    """Measure how long training stands still for a save in the background.
 
     The plain copy is taken under the same conditions, just before each.
     """
@@ -329,7 +329,7 @@ class Flips:
 
 
 def flip_bits(coded: bool, count: int = 1000) -> Flips:
-    """In a checkpoint of 16 MiB, kept in one folder, or as 4+2 pieces in six."""
+    """Flip bits of a checkpoint of 16 MiB, kept in one folder, or as 4+2 pieces in six."""
     folder, flips, rng = Path(tempfile.mkdtemp()), Flips(count), random.Random(1)
     volumes = [FileStorage(folder / str(i)) for i in range(6 if coded else 1)]
     storage = VolumeStorage(volumes, 4, 2) if coded else volumes[0]

@@ -1,7 +1,7 @@
-"""Erasure coding by the method of Plank et al. (FAST 2009), beside other libraries.
+"""Erasure coding by the method of Plank et al. (FAST 2009), next to other libraries.
 
 They encode a buffer that is much larger than any cache with codes of k data and m parity pieces, in
-packets of many sizes, then erase m data pieces and decode. Speeds count bytes of data; beside them
+packets of many sizes, then erase m data pieces and decode. Speeds count bytes of data; next to them
 stand those of numpy's copy and XOR of the same data, in one thread, in turns with the codes.
 """
 
@@ -115,13 +115,13 @@ HEAD = f"""\
 
 {DATA_BYTES >> 20} MiB of data, one thread, medians of {ROUNDS}, in turns. `[k, m]`: k pieces of
 data and m of parity. Decoding restores m lost pieces of data. Speeds in bytes of data; GB: 10^9
-bytes. Packet: bytes of each piece in one call. The method is that of Plank et al., A Performance
+bytes. Packet: bytes of each piece in one call. The method comes from Plank et al., A Performance
 Evaluation and Examination of Open-Source Erasure Coding Libraries for Storage, FAST 2009.
 
 | code | packet | encode GB/s | of copy | of XOR | decode GB/s | of copy | of XOR |
 |---|---|---|---|---|---|---|---|"""
 BESIDE = f"""
-Beside other libraries, which take and return whole pieces as new objects; ours in packets of
+Next to other libraries, which take and return whole pieces as new objects; ours in packets of
 {BEST >> 10} KiB, in turns.
 
 | code | library | encode: ours is faster by | decode: ours is faster by |
@@ -129,7 +129,7 @@ Beside other libraries, which take and return whole pieces as new objects; ours 
 
 
 def lines() -> Iterator[str]:
-    """All tables."""
+    """Yield the lines of all tables."""
     yield from HEAD.splitlines()
     for k, m in CODES:
         pieces = Pieces(k, m)
@@ -143,7 +143,7 @@ def lines() -> Iterator[str]:
 
 
 def speeds(p: Pieces, packet: int) -> str:
-    """One row of the first table."""
+    """Return one row of the first table."""
     ours = {"encode": lambda: p.encode(packet), "decode": lambda: p.decode(packet)}
     found, cells = timed({**p.memory(), **ours}), ""
     for name in ours:
@@ -153,7 +153,7 @@ def speeds(p: Pieces, packet: int) -> str:
 
 
 def beside(p: Pieces, name: str, encode: Work, decode: Work) -> str:
-    """One row of the second table."""
+    """Return one row of the second table."""
     ours = {"encode": lambda: p.encode(BEST), "decode": lambda: p.decode(BEST)}
     found = timed({**ours, "theirs": encode, "their decode": decode})
     by = found["theirs"] / found["encode"], found["their decode"] / found["decode"]

@@ -73,7 +73,7 @@ class Run:
     def kill(self, rank: int) -> float:
         """Kill a rank of the group that trains; return the seconds until the next one trains."""
         found = self._until(lambda: self._pids(0.0), "a step")
-        time.sleep(1.0)  # it trains, and those that wait are there
+        time.sleep(1.0)  # it trains, and the waiting ones are there
         struck_at = time.time()
         os.kill(found[rank], signal.SIGKILL)
         try:
@@ -133,9 +133,9 @@ def lines(kills: int = KILLS) -> Iterator[str]:
     """Yield the sheet's section."""
     yield "## A script for torchrun: from kill to the next step"
     yield ""
-    yield f"One DDP script of {WORKERS} processes (gloo), as it is, {kills} times in turn, each"
+    yield f"One DDP script of {WORKERS} processes (gloo), unchanged, {kills} times in turn, each"
     yield "in a launch of its own: kill -9 of one process, until the first step of the next group"
-    yield "is done. torchrun looks for failures every 0.1 s, as it does by default; under Holdfast"
+    yield "is done. torchrun looks for failures every 0.1 s, its default; under Holdfast"
     yield "processes that have imported PyTorch are waiting. Target: less than torchrun."
     yield ""
     yield f"| | back in {UNHURRIED_S:g} s | median of these | least | most |"

@@ -1,4 +1,4 @@
-"""A DDP script as people write them for torchrun; it tells when it has done a step."""
+"""This is a DDP script as people write them for torchrun; it prints a line after each step."""
 
 import os
 import time

@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# Options of the job beside it: no task is moved or copied because others slow the machine down.
+# Options of the job in the comparison: no task is moved or copied because other workers slow the
+# machine down.
 STEADY = ("--no-rebalance", "--speculation-budget", "0")
 
 

@@ -42,7 +42,7 @@ def candidate(url: str, path: Path, secret: bytes) -> subprocess.Popen[bytes]:
 
 
 def until_leader(url: str, after_term: int, folder: Path) -> tuple[Leader, int]:
-    """The leader of a later term, and its process; polled every 10 ms."""
+    """Return the leader of a later term, and its process; poll every 10 ms."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(WorldError):
@@ -54,7 +54,7 @@ def until_leader(url: str, after_term: int, folder: Path) -> tuple[Leader, int]:
 
 
 def pid_at(folder: Path, port: int) -> int:
-    """Of the coordinator that serves there."""
+    """Return the process id of the coordinator that serves at this port."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         for path in folder.glob("run*"):

@@ -1,13 +1,13 @@
 """Measures and tests Holdfast on a machine with one GPU, in parts of at most 9 minutes.
 
     python benchmarks/gpu_evidence.py --list
-    python benchmarks/gpu_evidence.py --needs                         what is missing here
+    python benchmarks/gpu_evidence.py --needs                         list the missing packages
     python benchmarks/gpu_evidence.py --wheels wheels --part bits     install it first, if needed
     python benchmarks/gpu_evidence.py --sheet                         write benchmarks/GPU.md
 
 Each result is written to --out at once, so a part that is cut off keeps its earlier results.
-Without a GPU, `--device cpu` runs the same parts with small sizes. This file needs nothing but
-Python, since it must be able to name the missing packages.
+Without a GPU, `--device cpu` runs the same parts with small sizes. This file needs only Python,
+because it must be able to name the missing packages.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the model is, and how long a job trains it."""
+    """Gives the size of the model, and the length of its training."""
 
     width: int
     layers: int
@@ -57,7 +57,7 @@ TINY = Size(width=32, layers=1, context=16, batch=2, steps=12, text=20_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a job has left. `ends`: when each step ended on each worker."""
+    """Describes the results of a job. `ends`: when each step ended on each worker."""
 
     digest: str
     seconds: float
@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Evidence:
-    """What a part works with; keeps each result in a file as soon as there is one."""
+    """Gives a part its tools; keeps each result in a file as soon as there is one."""
 
     def __init__(self, part: str, device: str, out: Path, limit_s: float) -> None:
         self.device = device
@@ -92,7 +92,7 @@ class Evidence:
         self._save()
 
     def left_s(self) -> float:
-        """Return how much of the part's time is left."""
+        """Return the seconds that are left of the part's time."""
         return self._until - time.monotonic()
 
     def add(self, name: str, row: Row) -> None:

@@ -105,7 +105,7 @@ def _fork(e: Evidence) -> Row:
 
 
 TESTS = ("test_gpu", "test_gpu_streams", "test_tensor_coding", "test_snapshot", "test_transports")
-ON_A_GPU = "real_gpu or from_a_gpu or cuda or nccl"  # the others need none, or a fake one
+ON_A_GPU = "real_gpu or from_a_gpu or cuda or nccl"  # the other tests need none, or a fake one
 
 
 def tests(e: Evidence) -> None:
@@ -153,20 +153,20 @@ def bits(e: Evidence, *words: str) -> None:
 def _kill(workers: int, step: int) -> list[str]:
     """Return faults that kill one or two of three or more workers, which have one spare.
 
-    Any of them may be the spare, since those that are ready first begin to train.
+    Any of them may be the spare, because the workers that are ready first begin to train.
     """
     return [f"worker {worker} step {step} kill" for worker in (1, workers)]
 
 
 def _whole(e: Evidence, name: str, words: Sequence[str]) -> str:
-    """Train undisturbed on one worker; return the digest that others must have, "" if it failed."""
+    """Train undisturbed on one worker; return the digest that other runs need, "" if it failed."""
     return str(e.attempt(name, lambda: _bits(e, 1, words, None)).get("digest", ""))
 
 
 def _bits(
     e: Evidence, workers: int, words: Sequence[str], wanted: str | None, faults: Sequence[str] = ()
 ) -> Row:
-    """Train and compare the digest with `wanted`; None: there is nothing to compare it with."""
+    """Train and compare the digest with `wanted`; None: there is no digest to compare it with."""
     kills = len({line.split()[3] for line in faults if line.endswith("kill")})  # at these steps
     options = ["--spares", "1"] if kills else []  # a new process would come when all is over
     found = e.job(workers, words, options, faults)
@@ -190,7 +190,7 @@ def _is_as(digest: str, wanted: str | None) -> bool:
 
 
 def count_joined(ends: Ends) -> int:
-    """Return how many steps ended on workers that were not there from the start, or came back."""
+    """Return the number of steps that ended on workers that joined later, or came back."""
     steps: dict[int, list[int]] = {}
     for step, worker, _ in ends:
         steps.setdefault(worker, []).append(step)
@@ -267,7 +267,7 @@ def _snapshot(e: Evidence, size: Size, every: int) -> Row:
 
 
 def stalls_s(took: dict[int, float], saved: Sequence[int], every: int) -> list[float]:
-    """Return for each save, but the first, by how much the steps beside its copy were longer.
+    """Return for each save, but the first, by how much the steps around its copy were longer.
 
     `saved`: the steps whose state before them was saved, `every` or more apart. The first save also
     finds the memory for the copy.
@@ -309,7 +309,7 @@ def _recovery(e: Evidence, kind: str, workers: int) -> Row:
     """Kill a worker once all train and its spare is there; time how long no step ends."""
     options = [*SPARES[kind], "--store", "FOLDER/store", "--save-every", "5", "--join-pause", "0"]
     with e.running(workers, ["--steps", "1000000"], options) as (run, told):
-        # The step that was under way may still end as if nothing had happened.
+        # The step that was under way may still end as if the worker were well.
         found = strike_worker(run, told, kind, workers, limit_s=e.left_s(), steps=STEPS_AFTER)
     ends = [found.at, *(at for _, _, at in found.ends)]
     gaps = [now - then for then, now in itertools.pairwise(ends)]

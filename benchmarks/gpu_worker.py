@@ -1,7 +1,7 @@
 """The training script of benchmarks/gpu_evidence.py: the GPT of lab/demo/gpt.py on one device.
 
 It runs as a worker of a Holdfast job, as a process of DistributedDataParallel on gloo, or alone.
-Everything is deterministic. Each step adds a line to the file --told: step, process, monotonic
+Everything is deterministic. Each step adds a line to the file `--told`: step, process, monotonic
 seconds. The last line of the output is the digest of the whole training state.
 """
 
@@ -29,7 +29,7 @@ from holdfast.lab.demo.gpt import GPT, digest, standard_library
 
 
 def make_deterministic() -> None:
-    """Have torch use kernels that give the same bits each time, compiled ones included."""
+    """Make torch use kernels that give the same bits each time, compiled ones included."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.matmul.allow_tf32 = False

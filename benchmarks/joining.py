@@ -1,8 +1,8 @@
-"""Joining: how long the others stand still while a worker joins, by the size of the state.
+"""Joining: how long the other workers stand still while a worker joins, by the size of the state.
 
 One of three workers is killed, and its successor joins: once while all wait until it has received
-the state, and once fed while the others train. The stall is the gap between a survivor's commits
-around the change of the view, less the usual one of the steps beside it.
+the state, and once fed while the other workers train. The stall is the gap between a survivor's
+commits around the change of the view, less the usual one of the steps around it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Join:
 
 
 def gaps_of(found: list[Line], worker: int) -> dict[int, float]:
-    """Return by step how long a worker took since the step before."""
+    """Return the time that a worker took since the step before, by step."""
     ends = {x.step: x.at for x in found if x.worker == worker}
     return {step: at - ends[step - 1] for step, at in ends.items() if step - 1 in ends}
 
@@ -56,7 +56,7 @@ def one_join(run: LocalRun, *, feeds: bool) -> Join:
     run.until(lambda: len(lines(run)) > seen + 12, UNHURRIED_S, "some steps after it")
     found = lines(run)
     began = min((x for x in found if x.worker == 1 and x.at > killed_at and x.tasks), key=_at)
-    joined = began.step - feeds  # a fed worker hosts nothing in its first step
+    joined = began.step - feeds  # a fed worker hosts no task in its first step
     lost = min((x for x in found if x.worker != 1 and x.at > killed_at), key=_at).step
     stalls, usual, slowest = [], [], []
     for worker in (0, 2):

@@ -1,4 +1,4 @@
-"""A worker that joins a job with a large state: how long it takes, and how long the others stand.
+"""A worker that joins a job with a large state: how long it takes, and the stall of the rest.
 
 One of two workers is killed, again and again; all settings are the defaults. It prints the
 seconds from the start of its successor to its membership, by stage, and by how much the
@@ -28,7 +28,7 @@ STEADY_STEPS = 3
 class LargeJoin:
     """Seconds of one join, counted from the start of the new process.
 
-    `ordered`: when the others began to feed it. `fed_for`: from then to its membership.
+    `ordered`: when the other workers began to feed it. `fed_for`: from then to its membership.
     """
 
     ordered_s: float

@@ -18,7 +18,7 @@ TASK_S = 0.05
 
 
 class Large(nn.Module):
-    """One parameter of `nbytes` bytes, a task uses a little of it."""
+    """Has one parameter of `nbytes` bytes; a task uses a little of it."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()

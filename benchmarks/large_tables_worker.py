@@ -1,7 +1,7 @@
-"""Trains one large table for benchmarks/large_tables.py; its arguments are TOLD, ROWS and DIM.
+"""Trains one large table for benchmarks/large_tables.py; its arguments: `TOLD ROWS DIM`.
 
-The leader writes the steps' ends into TOLD, and stops the job once TOLD's namesake with the suffix
-.stop is there.
+The leader writes the steps' ends into `TOLD`, and stops the job once the file `TOLD` with the
+suffix .stop is there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Slow networks: how surely and soon they are found, and told from slow computing."""
+"""Slow networks: how surely and soon they are found, and distinguished from slow computing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NETWORK, LINK, COMPUTING = "the network of a worker", "one link", "computing"
 
 @dataclass(slots=True)
 class Found:
-    """Verdicts. `wrong`: those on others than the culprit, or of another kind."""
+    """Counts verdicts. `wrong`: verdicts on members other than the culprit, or of another kind."""
 
     cases: int = 0
     wrong: int = 0
@@ -82,7 +82,7 @@ def false_alarms(workers: int, worker_steps: int) -> tuple[int, int]:
 
 
 def observe_us(workers: int, late: bool, steps: int = 200) -> float:
-    """Return the leader's time to judge a step in which all wait for one, or nobody does."""
+    """Return the leader's time to judge a step in which all wait for one, or no member waits."""
     dice = random.Random(workers)
     wait_us = 30_000 if late else 0
     rows = [

@@ -1,4 +1,4 @@
-"""The speed of loading: batches a second of `job.batches`, beside DataLoader's own.
+"""The speed of loading: batches a second of `job.batches`, next to DataLoader's own.
 
 Both go through the same dataset with the same batches and equally many loading processes, in turns,
 in one process. The batches are not used for anything, so that only loading counts.

@@ -1,6 +1,6 @@
 """The bytes of a step's sum that leave machines and racks, for the hosting that Holdfast chooses.
 
-Nothing is run: the real assignment and the real plan of the sum are asked. Of a sum of size S, each
+No job is run: the real assignment and the real plan of the sum are asked. Of a sum of size S, each
 of N machines has to send at least S (1 - 1/N) on the way up, and as much on the way down. The
 figures are multiples of that: the mean over all machines, and the machine that sends most. The
 result is in MANY_WORKERS.md.
@@ -27,14 +27,14 @@ Owners = tuple[WorkerId, ...]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What machines, or racks, send to each other for one sum, in multiples of the least."""
+    """Gives the bytes that machines, or racks, send for one sum, in multiples of the least."""
 
     mean: float
     most: float
 
 
 def measure(owners: Sequence[WorkerId], paths: Paths, depth: int = MACHINE) -> Traffic:
-    """Return what leaves the machines, or racks, of the hosts; each has to host something."""
+    """Return the bytes that leave the machines, or racks, of the hosts; each must host a task."""
     workers = sorted(set(owners))
     rank_of = {worker: rank for rank, worker in enumerate(workers)}
     nodes = tree.find_host_nodes([rank_of[owner] for owner in owners], len(workers))
@@ -53,7 +53,7 @@ def measure(owners: Sequence[WorkerId], paths: Paths, depth: int = MACHINE) -> T
 
 
 def make_paths(machines: int, workers: int, racks: int, seed: int = 0) -> dict[WorkerId, Path]:
-    """Place machines in racks at random, as they join a job; each brings the next workers."""
+    """Place machines in racks at random, in joining order; each brings the next workers."""
     dice = random.Random(seed)
     rack_of = dice.sample([i * racks // machines for i in range(machines)], machines)
     names = [f"gpu{number}" for number in dice.sample(range(machines * 10), machines)]

@@ -29,7 +29,7 @@ from labs.local_nodes import LocalNodes, names
 SCRIPT = str(gpt.__file__)
 PACED = str(Path(__file__).with_name("paced_worker.py"))
 UNHURRIED_S = 300.0
-ENDLESS = 100_000  # steps, of a job that ends when it is told to
+ENDLESS = 100_000  # steps, of a job that ends on demand
 LATER = 100  # steps before the first loss
 TICKS = os.sysconf("SC_CLK_TCK")
 REDUNDANCIES = ("none", "replicate:2", "rs:2+1", "rs:4+2")
@@ -136,9 +136,9 @@ class Loss:
     """Describes one loss of all workers, and of some nodes with their memory."""
 
     nodes: int
-    view: int  # the view in which the job went on
+    view: int  # the view in which the job continued
     lost_at: int  # committed steps
-    began: int  # steps after which the job went on
+    began: int  # steps after which the job continued
     recovery_s: float
     stored: int  # bytes, on all nodes
     moved_mb: float  # to each worker
@@ -193,7 +193,7 @@ def committed(run: LocalRun, since: int, before: int) -> int:
 
 
 def pattern_lines(losses: int = 2) -> Iterator[str]:
-    yield f"## What is lost, on {NODES} nodes"
+    yield f"## Losses, on {NODES} nodes"
     yield ""
     yield "All workers are killed at once, and some nodes with them (agents and their memory)."
     yield "Redone: committed steps that were computed again. Recovery: from the kill to the next"
@@ -264,7 +264,8 @@ def optimizer_lines(rounds: int = ROUNDS) -> Iterator[str]:
     yield f"A GPT of {LARGE_PARAMETERS / 1e6:.1f} million parameters with AdamW, whose state takes"
     yield f"{8 * LARGE_PARAMETERS / 1e6:.0f} MB; a worker on each node, with `--shard-optimizer`"
     yield f"and without, in turn, {rounds} runs each of {TIMED} steps; medians. Memory: a worker's"
-    yield "own, without files and pieces. Share: of what can be saved, all but one N-th of it."
+    yield "own, without files and pieces. Share: of the memory that can be saved, all but"
+    yield "one N-th of the state."
     yield ""
     yield "| workers | memory | sharded | saved | share | step | CPU |"
     yield "|---|---|---|---|---|---|---|"
@@ -294,7 +295,7 @@ SPREAD = ("--procs-per-worker", str(TEAM), "--nodes-per-worker", str(TEAM))
 def spread_lines(losses: int = ROUNDS) -> Iterator[str]:
     yield f"## One FSDP worker on {TEAM} nodes"
     yield ""
-    yield "Nobody else holds a shard. One process is killed, or one node with its memory, whose"
+    yield "No other worker holds a shard. One process is killed, or one node with its memory, whose"
     yield f"place a node takes that waits; medians of {losses}, from the kill to the next step."
     yield ""
     yield "| redundancy | lost | steps redone | recovery | min .. max |"
@@ -349,7 +350,7 @@ def spread_losses(redundancy: str, nodes: bool, losses: int) -> tuple[int, list[
 
 
 def until_told(run: LocalRun, name: str) -> None:
-    """Wait until a node's agent has spoken."""
+    """Wait until a node's agent has printed its line."""
 
     def there() -> bool:
         with contextlib.suppress(HoldfastError):
@@ -435,7 +436,7 @@ def random_job(
 
 
 def end_at(step: int, stop: Path) -> None:
-    """Have a job end at a step that it has not reached yet."""
+    """Order a job to end at a step that it has not reached yet."""
     (stop.parent / "new").write_text(str(step))
     (stop.parent / "new").rename(stop)
 

@@ -77,7 +77,7 @@ def end_of(run: LocalRun) -> list[str]:
 def measure(moves: int = MOVES, task_s: float = 0.2) -> tuple[float, float, float, bool]:
     """Return median and worst stall, share of training time, and whether the digest is right.
 
-    Stalls are in seconds; the digest must be that of the undisturbed job.
+    Stalls are in seconds; the digest must equal the undisturbed job's.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,7 +1,7 @@
-"""Trains for benchmarks/moving.py; its arguments are TOLD, TASK_S and STEPS.
+"""Trains for benchmarks/moving.py; its arguments are `TOLD`, `TASK_S` and `STEPS`.
 
-The leader writes the steps' ends into TOLD, and stops the job once TOLD's namesake with the suffix
-.stop is there. Each worker prints the last step and the digest of the weights.
+The leader writes the steps' ends into `TOLD`, and stops the job once the file `TOLD` with the
+suffix .stop is there. Each worker prints the last step and the digest of the weights.
 """
 
 from __future__ import annotations

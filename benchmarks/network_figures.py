@@ -317,7 +317,7 @@ SUMMIT_SOURCE = "https://developer.nvidia.com/blog/massively-scale-deep-learning
 
 
 def predict_summit_gain() -> float:
-    """Return how many times as long as double binary trees a ring takes for 8 bytes on Summit."""
+    """Return the ratio of a ring's time to double binary trees' for 8 bytes on Summit."""
     sizes = SUMMIT, SUMMIT_GPUS, 8.0, 8.0
     return time_ring(*sizes) / time_double_tree(*sizes)
 

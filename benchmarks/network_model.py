@@ -3,7 +3,7 @@
     python benchmarks/network_model.py            # print all tables
     python benchmarks/network_model.py --write    # and draw NETWORK_MODEL.md, docs/scale.*
 
-The model is src/holdfast/plan/network.py, and the figures beside it are in network_figures.py.
+The model is src/holdfast/plan/network.py, and its figures are in network_figures.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One job switches both off and on again in turn, a block of steps each, so that the two blocks of a
 pair run one after the other in the same processes. At the end the calls themselves are timed, which
-says more where other work makes the blocks of a pair differ. Events are not measured: a step
+is more reliable where other work makes the blocks of a pair differ. Events are not measured: a step
 without a fault writes none.
 """
 
@@ -46,7 +46,7 @@ def do_nothing(*_: object, **__: object) -> int:
 
 
 class Switch:
-    """Replaces the methods that observe by ones that do nothing, and puts them back."""
+    """Replaces the methods that observe by empty ones, and puts them back."""
 
     def __init__(self) -> None:
         self.seconds: dict[Any, float] = {}  # seconds of the calls, by their class

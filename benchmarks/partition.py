@@ -1,6 +1,6 @@
 """Pauses of a job of three nodes, from a fault to the next committed step, with real networks.
 
-A node is cut off from all others, or from one; or the coordinator is killed, after which there
+A node is cut off from all other nodes, or from one; or the coordinator is killed, after which there
 should be no pause at all.
 """
 
@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("recovery_worker.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """Seconds between two commits around a fault, on the side that goes on; medians and most."""
+    """Seconds between two commits around a fault, on the side that continues; medians and most."""
 
     what: str
     times: tuple[float, ...]
@@ -34,12 +34,12 @@ class Pause:
 
 
 def commits(run: LabRun) -> list[float]:
-    """When the leader's node committed steps, by the clock that all hosts share."""
+    """Return when the leader's node committed steps, by the clock that all hosts share."""
     return sorted(float(x.split()[3]) for x in list(run.out) if x.startswith("STEP "))
 
 
 def pause_after(run: LabRun, at: float, settle_s: float) -> float:
-    """The longest gap between commits from the fault on."""
+    """Return the longest gap between commits from the fault on."""
     time.sleep(settle_s)
     times = commits(run)
     begin = max(t for t in times if t <= at)
@@ -60,7 +60,7 @@ def kill_coordinator(run: LabRun) -> None:
 
 
 CASES: dict[str, Callable[[LabRun], Fault | None]] = {
-    "a node is cut off from all others": cut_node,
+    "a node is cut off from all other nodes": cut_node,
     "two nodes are cut off from each other": cut_pair,
     "the coordinator is killed": kill_coordinator,
 }

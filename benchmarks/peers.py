@@ -29,7 +29,7 @@ UNDISTURBED = 2
 def planned_runs(kills: int, freezes: int) -> list[tuple[str, Fault | None, int]]:
     """Return the runs in order: framework, fault, and a number among those of its kind.
 
-    Two kills show what peers do without a change that the others of their runs have.
+    Two kills strike each framework without the change that we made to it in its other runs.
     """
     struck = [
         peers_launch.planned_faults(signal.SIGKILL, kills, STEPS),

@@ -51,7 +51,7 @@ def commits(records: Iterable[Record]) -> list[Record]:
 
 
 def usual_step_s(result: RunResult) -> float:
-    """Return the median gap between steps that nothing disturbs; raises ValueError if none is."""
+    """Return the median gap between undisturbed steps; raises ValueError if there is none."""
     ends: dict[int, float] = {}
     for record in commits(result.records):
         if result.fault is None or record["at"] < result.struck_at:
@@ -68,7 +68,7 @@ def final_attempts(records: Iterable[Record]) -> dict[int, int]:
 
 
 def sample_use(result: RunResult, batch: int = 8) -> SampleUse:
-    """Count the samples that the final model has used twice or never, and batches in vain."""
+    """Count the samples that the final model has used twice or never, and the wasted batches."""
     final = final_attempts(result.records)
     outcome = {
         (record["pid"], number): record
@@ -97,7 +97,7 @@ def sample_use(result: RunResult, batch: int = 8) -> SampleUse:
     used: list[tuple[int, ...]] = []
     for step, batches in certain.items():
         # The process of a batch without an outcome has died. Its gradient is in the step if the
-        # others say that there were more parts than they know of.
+        # other processes report that there were more parts than they know of.
         rest = [each for each in dict.fromkeys(perhaps[step]) if each not in batches]
         used += [*batches, *rest[: max(parts[step] - len(batches), 0)]]
     counts = Counter(itertools.chain.from_iterable(used))

@@ -27,7 +27,7 @@ PEERS = ROOT / "build" / "peers" / "bin"
 WORKERS = 3
 POLL_S = 0.02
 RUN_S = 300.0  # a run that takes longer has failed
-LAST_S = 15.0  # after the first worker's end, for the others'
+LAST_S = 15.0  # after the first worker's end, for the ends of the other workers
 Record = dict[str, Any]
 
 
@@ -88,7 +88,7 @@ def free_port() -> int:
 
 
 def holdfast_commands(folder: Path) -> list[tuple[list[str], dict[str, str]]]:
-    """Return the command of Holdfast: its defaults, and checkpoints as often as the others."""
+    """Return the command of Holdfast: its defaults, and checkpoints as often as the other peers."""
     command = [sys.executable, "-m", "holdfast.cli.main", "run", "--nproc", str(WORKERS)]
     command += ["--run-dir", str(folder / "run"), "--store", str(folder / "store")]
     command += ["--save-every", "10", str(HERE / "peers_holdfast.py")]
@@ -214,7 +214,7 @@ class PeerRun:
             launcher.wait()
 
     def train(self, fault: Fault | None) -> RunResult:
-        """Let the run train to its end, with the fault; return its result."""
+        """Wait until the run has trained to its end, with the fault; return its result."""
         struck_at, pid, error = 0.0, 0, ""
         try:
             if fault is not None:

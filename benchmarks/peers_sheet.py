@@ -16,7 +16,7 @@ import peers_text
 from peers_launch import RunResult
 
 PACKAGES = ("torch", "torchft", "ray", "torchdata")
-LOAD_MAX = 0.5  # the sheet says so if the machine had a higher load before a run
+LOAD_MAX = 0.5  # the sheet marks runs for which the machine had a higher load before a run
 ASK = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
 
 
@@ -43,11 +43,12 @@ def head(results: Sequence[RunResult], versions: Mapping[str, str]) -> Iterator[
         middle = statistics.median(loads)
         yield f"{min(loads):.0f} and {max(loads):.0f}, in the median {middle:.0f}. On an idle"
         yield "machine all times are shorter, most of all where processes start and import torch."
-        yield "Compare the rows with each other; a few per cent of a step's time say nothing."
+        yield "Compare the rows with each other; differences of a few per cent of a step's time"
+        yield "have no meaning."
 
 
 def processor() -> str:
-    """Return the processor's name, as Linux tells it."""
+    """Return the processor's name, as Linux reports it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -138,7 +139,7 @@ def fault_table(results: Sequence[RunResult], kind: str) -> Iterator[str]:
 
 
 def partial_lines(results: Sequence[RunResult]) -> Iterator[str]:
-    """Yield what peers do without a change that the others of their runs have."""
+    """Yield the results of runs without the change that we made to a framework elsewhere."""
     for framework, text in peers_text.PARTIAL.items():
         runs = of_fault(results, framework, "kill")
         if runs:
@@ -152,7 +153,7 @@ def partial_lines(results: Sequence[RunResult]) -> Iterator[str]:
 
 
 def survivors_ended(result: RunResult) -> int:
-    """Return how many processes that were not struck did no more step after the fault."""
+    """Return the number of processes that were not struck but did no more step after the fault."""
     made = peers_figures.commits(result.records)
     before = {each["pid"] for each in made if each["at"] <= result.struck_at}
     after = {each["pid"] for each in made if each["at"] > result.struck_at}
@@ -168,7 +169,7 @@ def first_step_after(result: RunResult) -> int | None:
 def model_table(results: Sequence[RunResult]) -> Iterator[str]:
     """Yield how the epoch's samples were used, and whether the bits are the undisturbed ones."""
     yield (
-        "| | batches in vain | samples used twice | samples never used | same bits as undisturbed "
+        "| | wasted batches | samples used twice | samples never used | same bits as undisturbed "
         "| undisturbed runs |"
     )
     yield "|---|---|---|---|---|---|"
@@ -203,13 +204,13 @@ def undisturbed(results: Sequence[RunResult], framework: str) -> list[RunResult]
 
 
 def step_table(results: Sequence[RunResult]) -> Iterator[str]:
-    """Yield the times of steps that nothing disturbs, beside DDP's in torchrun."""
+    """Yield the times of undisturbed steps, next to DDP's in torchrun."""
     times = {
         framework: [peers_figures.usual_step_s(x) for x in undisturbed(results, framework)]
         for framework in whole_frameworks()
     }
     medians = {name: statistics.median(each) for name, each in times.items() if each}
-    yield "| | median step | beside plain DDP |"
+    yield "| | median step | against plain DDP |"
     yield "|---|---|---|"
     for name, each in medians.items():
         ratio = f"{each / medians['torchrun']:.3f}" if "torchrun" in medians else "-"

@@ -5,7 +5,7 @@ records, one JSON object a line, with the machine's monotonic clock:
 
     begin   it has read a batch for a step: `samples`, and `number`, which counts its batches
     commit  the step of its batches `first` to `number` is part of the model: `parts` batches of all
-            processes went into the step, and `counted` says whether these did
+            processes went into the step, and `counted` states whether these did
     drop    the framework gave that step up
     end     the training is over: `digest` of the parameters
 """
@@ -25,7 +25,7 @@ from torch import nn
 WORKERS = 3
 BATCH = 8
 WIDTH = 256
-PACE_S = 0.2  # every step rests for this long, beside its arithmetic
+PACE_S = 0.2  # every step rests for this long, besides its arithmetic
 CHECKPOINT_STEPS = 10
 SEED = 17
 COLLECTIVE_S = 10.0  # torchrun and Ray Train: the time-out of gloo
@@ -37,7 +37,7 @@ def folder() -> Path:
 
 
 def step_count() -> int:
-    """Return how many steps the run has: one epoch."""
+    """Return the number of steps of the run: one epoch."""
     return int(os.environ["PEERS_STEPS"])
 
 
@@ -99,7 +99,7 @@ class Records:
         self._first = self._number + 1
 
     def drop(self, step: int) -> None:
-        """Record that the newest batches were computed for nothing."""
+        """Record that the newest batches were computed without use."""
         self._write(kind="drop", step=step, first=self._first)
         self._first = self._number + 1
 

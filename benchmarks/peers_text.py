@@ -7,8 +7,8 @@ from __future__ import annotations
 
 RUNS = """\
 All train the same perceptron (0.5 million parameters, AdamW) on 3 workers with gloo for one epoch
-of 100 steps; a step rests for 0.2 s beside its arithmetic, so that times say something about
-recovery and not about arithmetic. Each run is one launch with at most one fault: in a step between
+of 100 steps; a step rests for 0.2 s besides its arithmetic, so that the times show recovery
+and not arithmetic. Each run is one launch with at most one fault: in a step between
 12 and 25, at a random moment, a random worker is struck. The frameworks take turns and meet the
 same faults. Each figure is the median, with the worst in parentheses.
 
@@ -22,11 +22,11 @@ same faults. Each figure is the median, with the worst in parentheses.
   steps that it does with fewer samples."""
 
 FROZEN = """\
-The process stays as it is, with its sockets, and nobody wakes it up. So time-outs decide: those of
-each framework are named below."""
+The process stays as it is, with its sockets, and no program wakes it up. So time-outs decide:
+those of each framework are named below."""
 
 MODEL = """\
-Of the runs with a kill. A batch has 8 samples, a step 3 batches, the epoch 2,400 samples. In vain:
+Of the runs with a kill. A batch has 8 samples, a step 3 batches, the epoch 2,400 samples. Wasted:
 computed, and not in the model; in brackets the same for undisturbed runs, where Holdfast computes
 batches of the first steps again to check that the script repeats its results. torchrun and Ray
 Train use each sample once; their bits differ after a return to a checkpoint. The reason, and how to
@@ -47,9 +47,9 @@ PEERS = """
 ## Each framework, and how it was set up
 
 **Holdfast** runs with its defaults, and with a checkpoint every 10 steps. The survivors redo the
-lost third of the step and go on with two workers, until the third has come back; it joins between
-two steps. Workers are forked from a process that has imported torch, so that a busy machine slows
-their start less than that of the others.
+lost third of the step and continue with two workers, until the third has come back; it joins
+between two steps. Workers are forked from a process that has imported torch, so that a busy machine
+slows their start less than the start of the other frameworks' workers.
 
 **torchft 0.2.0** is set up as its [README](https://github.com/meta-pytorch/torchft) and its
 `train_ddp.py` show: a lighthouse with `--min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms
@@ -60,10 +60,10 @@ the Manager's docstring advises for equal first parameters. Replica groups wait 
 before the first step. *torchft, short* has `--join_timeout_ms 1000 --heartbeat_timeout_ms 1000`:
 the lighthouse's default for a heartbeat is 5 s, and that is most of the pause. We changed one
 thing: with gloo the hook of its DistributedDataParallel fails an assertion (`assert fut._fut`)
-after a broken allreduce; ours returns there, and the manager does the rest. Survivors go on
+after a broken allreduce; ours returns there, and the manager does the rest. Survivors continue
 without a checkpoint, and the returned replica gets the state from them. The samples of the failed
-step, and those that the lost replica would have used, are not in the model: the documentation of
-its sampler calls it "inherently lossy". No part of torchft kills a frozen process, so it never
+step, and the samples that the lost replica would have used, are not in the model: the documentation
+of its sampler calls it "inherently lossy". No part of torchft kills a frozen process, so it never
 comes back here.
 
 **torchrun** of torch 2.13 follows PyTorch's
@@ -77,7 +77,7 @@ start again and import torch, which is most of its time; the steps since the che
 computed again, and no sample is lost. The bits differ because DDP puts gradients into other
 buckets after its first step, and so sums them in another order in the first step after a return:
 with DDP's `find_unused_parameters=True`, which keeps the first buckets, a training that we
-stopped and continued had the bits of one that was not.
+stopped and continued had the bits of an undisturbed one.
 
 **Ray Train** follows its guides on [fault
 tolerance](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html) and checkpoints:

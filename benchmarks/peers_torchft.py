@@ -50,7 +50,7 @@ class MendedDDP(torchft.DistributedDataParallel):  # type: ignore[misc]
 
 
 def make_manager(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> RecordingManager:
-    """Return the manager of this replica group; it speaks with the lighthouse from now on."""
+    """Return the manager of this replica group; it is connected to the lighthouse from now on."""
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])

@@ -27,7 +27,7 @@ def common_attempt() -> int:
 
 
 def make_loader(steps: int, rank: int) -> Any:
-    """Return a rank's loader, whose state says how far it has read."""
+    """Return a rank's loader, whose state counts the samples that it has read."""
     data = peers_task.make_data(steps)
     sampler = StatefulDistributedSampler(
         data, peers_task.WORKERS, rank, shuffle=True, seed=peers_task.SEED

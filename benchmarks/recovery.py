@@ -37,7 +37,7 @@ class Recoveries:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One step as one worker saw it end."""
+    """Is the end of one step, as one worker saw it."""
 
     worker: int
     step: int
@@ -55,7 +55,7 @@ def lines(run: LocalRun) -> list[Line]:
 
 
 def stall_s(found: list[Line], victim: int, struck_at: float) -> tuple[float, float]:
-    """(stall, gap) in seconds, over the survivors, around a fault at `struck_at`."""
+    """Return stall and gap in seconds, over the survivors, around a fault at `struck_at`."""
     survivors = [x for x in found if x.worker != victim]
     after = [x for x in survivors if x.at > struck_at]
     step = min(x.step for x in after)

@@ -64,7 +64,7 @@ def cost_lines() -> Iterator[str]:
     yield "Each library in its own launches, which take turns; medians of"
     yield f"{step_cost.ROUNDS}. CPU: of whole processes with all their threads, for each step."
     yield "Targets: a CPU ratio of 1.05 for steps of 50 ms and more, 1.3 for steps of 4 ms."
-    yield "What each change gained, and where the rest goes: [STEP_COST.md](STEP_COST.md)."
+    yield "The gain of each change, and the rest of the cost: [STEP_COST.md](STEP_COST.md)."
     yield ""
     yield from step_cost.HEAD
     for model in step_cost.MODELS:
@@ -112,7 +112,7 @@ def partition_lines(count: int = 5) -> Iterator[str]:
     yield "## Networks that are cut, and coordinators that die"
     yield ""
     yield "Three nodes in network namespaces, default settings. Longest gap between commits of the"
-    yield "side that goes on; an undisturbed step takes about 0.05 s. Target: under 5 s."
+    yield "side that continues; an undisturbed step takes about 0.05 s. Target: under 5 s."
     yield ""
     yield "| fault | count | median | most |"
     yield "|---|---|---|---|"
@@ -159,10 +159,11 @@ def simulator_lines() -> Iterator[str]:
 def checkpoint_lines() -> Iterator[str]:
     yield "## Checkpoints of 1.3 GiB in 150 tensors"
     yield ""
-    yield "All ways in turn, 5 rounds, medians, after one that is not counted. Stall: until"
-    yield "training could go on. A save is over when all is durable; a load comes from the page"
-    yield "cache. The disk itself: the same bytes in large blocks. In a job of four each worker"
-    yield "copies its share (the longest stall counts); the writer of their node saves all four."
+    yield "All ways in turn, 5 rounds, medians, after a first round that is not counted."
+    yield "Stall: until training could continue. A save is over when all is durable; a load comes"
+    yield "from the page cache. The disk itself: the same bytes in large blocks. In a job of four"
+    yield "each worker copies its share (the longest stall counts); the writer of their node saves"
+    yield "all four."
     yield ""
     yield "| | stall | of a plain copy | save | of the disk | load | of the page cache |"
     yield "|---|---|---|---|---|---|---|"
@@ -220,7 +221,7 @@ def detection_lines() -> Iterator[str]:
     yield ""
     yield "Four real workers with tasks of 50 ms; worker 2 becomes slow in step 40 of 80."
     yield ""
-    yield "| slow | found | steps, median | most | verdicts on others, in worker-steps |"
+    yield "| slow | found | steps, median | most | verdicts on other workers, in worker-steps |"
     yield "|---|---|---|---|---|"
     for what in ("", "at random 0.6"):
         r = stragglers.detect_real(what, stragglers.FACTORS)
@@ -232,13 +233,13 @@ def detection_lines() -> Iterator[str]:
 
 
 def link_lines() -> Iterator[str]:
-    yield "## Telling a slow network from slow computing"
+    yield "## Distinguishing a slow network from slow computing"
     yield ""
     yield "Made-up exchanges: 3 % noise in computing, 20 % in messages, one of both in a hundred"
-    yield "1.3 to 3 times as long; a step's messages take 0.6 to 60 ms on a link, beside or after"
-    yield "100 ms of computing. Then what one worker sends, to all or to one other, takes 60 to 500"
-    yield "ms longer; or it computes 1.2 to 5 times as long, which says nothing of its network."
-    yield "Found: within 20 steps. Target: one false alarm in 10,000 worker-steps."
+    yield "1.3 to 3 times as long; a step's messages take 0.6 to 60 ms on a link, during or"
+    yield "after 100 ms of computing. Then the messages of one worker, to all or to one other, take"
+    yield "60 to 500 ms longer; or it computes 1.2 to 5 times as long, which is no fault of its"
+    yield "network. Found: within 20 steps. Target: one false alarm in 10,000 worker-steps."
     yield ""
     yield "| slow | workers | found | wrong verdicts | steps, median | most |"
     yield "|---|---|---|---|---|---|"
@@ -259,17 +260,17 @@ def link_lines() -> Iterator[str]:
     yield f"A member pays {links.wait_ns():.0f} ns for each message that it waits for; the leader,"
     times = {workers: links.observe_us(workers, late=True) / 1e3 for workers in (4, 64, 1000)}
     each = ", ".join(f"{ms:.3f} ms with {workers}" for workers, ms in times.items())
-    yield f"for a step in which all others wait for one: {each} workers."
+    yield f"for a step in which all other members wait for one: {each} workers."
 
 
 def balance_lines(pairs: int = 5) -> Iterator[str]:
     yield "## Moving work away from a slow worker"
     yield ""
-    yield "Four real workers, one of which takes twice as long for every task (100 ms); runs in"
+    yield "Four real workers; one takes twice as long for every task (100 ms); runs in"
     yield "pairs, with and without; medians of the settled steps. A task cannot be split, so the"
     yield "gain has a limit. Target: 1.6 with 16 virtual ranks."
     yield ""
-    yield "| virtual ranks | doing nothing | moving | gain | limit | same bits |"
+    yield "| virtual ranks | not moving | moving | gain | limit | same bits |"
     yield "|---|---|---|---|---|---|"
     for vranks, task_s, limit in ((16, 0.1, "8 / 5"), (64, 0.025, "32 / 19")):
         x = stragglers.rebalance(vranks, task_s, pairs)
@@ -287,14 +288,14 @@ def balance_lines(pairs: int = 5) -> Iterator[str]:
 
 
 def speculation_lines(pairs: int = 3) -> Iterator[str]:
-    yield "## Going on without a late worker"
+    yield "## Continuing without a late worker"
     yield ""
     yield "Four real workers, steps of 50 ms; one of them stands still in every 25th step, for 0.5"
     yield "to 3 seconds; runs of 300 steps in pairs, with and without speculation. Target: the 99th"
     yield "percentile halved, with at most 2 % of the tasks computed again."
     yield ""
     x = stragglers.speculate(pairs)
-    yield from _step_times({"waiting": x.waiting_s, "going on": x.going_on_s})
+    yield from _step_times({"waiting": x.waiting_s, "continuing": x.going_on_s})
     yield ""
     same = "the same" if len(x.digests) == 1 else "OTHER"
     yield f"Suspended {x.suspended} times; {x.suspended / x.tasks:.2%} of the tasks were computed"
@@ -340,7 +341,7 @@ def silent_lines() -> Iterator[str]:
     yield ""
     yield "Jobs of four workers with `--audit 1.0 --fingerprint-steps 8`, in which one wrong bit"
     yield "after another is injected; single mistakes are forgiven here, so that one job can meet"
-    yield "many. Latency: steps from the injection to the event that tells of it."
+    yield "many. Latency: steps from the injection to the event that reports it."
     yield ""
     yield from _wrong_lines(silent.audited(AUDITED, jobs=10))
     yield "A flip in a received part that is not detected has changed no bit of the sum: rounding"

@@ -1,10 +1,9 @@
 """The coordinator of a large job: real sockets, a real coordinator process, simulated agents.
 
 Every agent has a connection of its own, reports once a second, and its workers carry out their
-orders at once. Measured: the coordinator's share of one core while nothing happens, and the time
-from the loss of a node until the last agent hears of the view without it. The node's connection
-closes, but its loss is noticed by its silence, as always; that wait, set by the lease, is shown
-separately.
+orders at once. Measured: the coordinator's share of one core without any event, and the time from
+the loss of a node until the last agent receives the view without it. The node's connection closes,
+but its loss is noticed by its silence, as always; that wait, set by the lease, is shown separately.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(slots=True)
 class FakeAgent:
-    """One node: reports what perfect workers would say."""
+    """Is one node, which reports as perfect workers would."""
 
     name: AgentId
     slots: int
@@ -73,7 +72,7 @@ class FakeAgent:
                 self.report()
 
     def obey(self, directive: Directive) -> bool:
-        """Return whether something changed that the coordinator should hear of at once."""
+        """Return whether something changed that the coordinator should learn at once."""
         changed = False
         for each in directive.wanted:
             worker = each.worker
@@ -111,7 +110,7 @@ class Measured:
 
 
 class Scale:
-    """One coordinator process and its agents."""
+    """Runs one coordinator process and its agents."""
 
     def __init__(self, agents: int, slots: int, run_dir: RunDir) -> None:
         self._count = agents
@@ -170,7 +169,7 @@ class Scale:
         return heard - self._formed_at()
 
     def _formed_at(self) -> float:
-        """When the coordinator saw that the node was to be left, by its own event log."""
+        """Return when the coordinator decided to leave the node, by its own event log."""
         last = 0.0
         with open(self._run_dir.events) as file:
             for line in file:

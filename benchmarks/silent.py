@@ -1,4 +1,4 @@
-"""Wrong bits in running jobs: how many are found, who is blamed, and the final digest.
+"""Wrong bits in running jobs: how many are found, the blamed workers, and the final digest.
 
 Each job of four workers meets many injections, one at a time, at steps so far apart that each event
 of the job's event log belongs to one of them. An injection counts if it has struck.
@@ -63,7 +63,7 @@ class Injection:
 
 
 def audited(per_job: dict[str, int], jobs: int) -> Table:
-    """Measure with everything computed twice: nothing wrong is ever used."""
+    """Measure with everything computed twice: no wrong value is ever used."""
     return _measure(per_job, jobs, AUDITED, stored=False)
 
 

@@ -1,4 +1,4 @@
-"""The training script of benchmarks/spares.py: TOLD WIDTH TASK_S. TOLD gets the steps' ends."""
+"""The training script of benchmarks/spares.py: `TOLD WIDTH TASK_S`. `TOLD` gets the steps' ends."""
 
 from __future__ import annotations
 

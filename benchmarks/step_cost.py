@@ -1,7 +1,7 @@
 """The cost of a step for a process, against DistributedDataParallel on gloo, in separate launches.
 
 CPU time of whole processes, all their threads, as the kernel counts it: on a machine with other
-work it says more than wall time. Launches of the two libraries take turns.
+work it is more reliable than wall time. Launches of the two libraries take turns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Launch:
     system_s: float  # the part of the CPU time that the kernel worked
     wall_s: float
     faults: float  # page faults
-    threads: float  # of a process, as its last step ends
+    threads: float  # number in a process, as its last step ends
     connections: float  # over TCP
     private_mb: float  # memory that no other process shares
     parameters: int
@@ -47,7 +47,7 @@ class Launch:
 
 @dataclass(slots=True)
 class StepCost:
-    """The launches of both libraries with one model and `workers` workers."""
+    """Makes the launches of both libraries with one model and `workers` workers."""
 
     model: str
     workers: int

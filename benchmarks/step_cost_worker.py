@@ -47,13 +47,13 @@ def made_up(shape: tuple[int, ...]) -> WholeBatches:
 
 
 def mlp() -> nn.Module:
-    """5.6 million parameters in fourteen tensors."""
+    """Make a model of 5.6 million parameters in fourteen tensors."""
     inner = [layer for _ in range(5) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
     return nn.Sequential(nn.Linear(320, 1024), nn.ReLU(), *inner, nn.Linear(1024, 10))
 
 
 def conv() -> nn.Module:
-    """A small convolutional net with BatchNorm."""
+    """Make a small convolutional net with BatchNorm."""
 
     def block(before: int, after: int) -> list[nn.Module]:
         return [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]

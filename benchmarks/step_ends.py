@@ -1,4 +1,4 @@
-"""When each step ended on each worker: training scripts tell it, benchmarks read it.
+"""Records when each step ended on each worker: training scripts write, benchmarks read.
 
 A file holds one line for each step and worker: step, worker, monotonic seconds.
 """
@@ -20,13 +20,13 @@ def tell_end(told: Path, step: int, worker: int) -> None:
 
 
 def read_ends(told: Path) -> list[tuple[int, int, float]]:
-    """Return the ends that were told so far, in that order."""
+    """Return the ends that are written so far, in that order."""
     lines = [line.split() for line in told.read_text().splitlines()] if told.exists() else []
     return [(int(step), int(worker), float(at)) for step, worker, at in lines]
 
 
 def durations(ends: Ends) -> dict[int, float]:
-    """Return by step the seconds from the end of the one before, on the last worker each time."""
+    """Return the seconds from the end of the step before, by step, on the last worker each time."""
     last: dict[int, float] = {}
     for step, _, at in ends:
         last[step] = max(at, last.get(step, at))

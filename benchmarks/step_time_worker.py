@@ -27,7 +27,7 @@ BATCH, WIDTH = 16, 512
 
 
 def big() -> nn.Module:
-    """An MLP of 5.8 million parameters in ten large tensors."""
+    """Make an MLP of 5.8 million parameters in ten large tensors."""
     inner = [nn.Linear(1024, 1024), nn.ReLU()] * 4
     layers = [nn.Linear(WIDTH, 1024), nn.ReLU(), *inner, nn.Linear(1024, 1024), nn.Linear(1024, 10)]
     return nn.Sequential(
@@ -39,7 +39,7 @@ def big() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    """A six-layer encoder of 5.0 million parameters: large tensors and small ones."""
+    """Make a six-layer encoder of 5.0 million parameters: large tensors and small ones."""
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
     body = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
     return nn.Sequential(
@@ -53,7 +53,7 @@ def transformer() -> nn.Module:
 
 
 def many_small() -> nn.Module:
-    """600 small tensors: the fixed cost per tensor shows."""
+    """Make 600 small tensors, which show the fixed cost per tensor."""
     return nn.Sequential(
         nn.Linear(WIDTH, 64), *[nn.Linear(64, 64) for _ in range(298)], nn.Linear(64, 10)
     )
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     job = holdfast.join()
-    # DDP's twin is trained beside the job on purpose. (One look in 64 steps is not counted so.)
+    # DDP's twin is trained next to the job on purpose. (One look in 64 steps is not counted so.)
     UnprotectedModules.look = lambda self, protected: None  # type: ignore[method-assign]
     model, twin = MODELS[options.model](), MODELS[options.model]()
     twin.load_state_dict(model.state_dict())

@@ -104,7 +104,7 @@ def false_alarms(workers: int, worker_steps: int) -> Alarms:
 
 @dataclass(slots=True)
 class Real:
-    """Jobs of four real workers. `others`: verdicts on those that were not slowed down."""
+    """Jobs of four real workers. `others`: verdicts on workers that were not slowed down."""
 
     jobs: int = 0
     latencies: list[int] = field(default_factory=list)  # steps until found
@@ -184,7 +184,7 @@ class Speculation:
 
 
 def speculate(pairs: int, steps: int = 300, every: int = 25, task_s: float = 0.05) -> Speculation:
-    """Have one of four workers stand still now and then, for half a second to three seconds."""
+    """Stop one of four workers now and then, for half a second to three seconds."""
     found = Speculation()
     for pair in range(pairs):
         dice = random.Random(pair)
@@ -212,7 +212,7 @@ class Backup:
 
 
 def backup(pairs: int, steps: int = 300, task_s: float = 0.05) -> Backup:
-    """Have four of five workers stand still now and then; the leader, whose clock counts, never."""
+    """Stop four of five workers now and then; never the leader, whose clock counts."""
     found = Backup()
     for pair in range(pairs):
         dice = random.Random(pair)

@@ -1,4 +1,4 @@
-"""Kills a worker of a job that tells when its steps end, and watches how the job goes on."""
+"""Kills a worker of a job that writes when its steps end, and watches how the job continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEADY_STEPS = 20  # before the kill
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
-    """`at`: when the worker was killed, in monotonic seconds. `last`: the newest step until then.
+    """Describes a kill. `at`: its time, in monotonic seconds. `last`: the newest step until then.
 
     `ends`: what ended since, not on the worker that was killed unless it was the only one.
     """
@@ -29,7 +29,7 @@ class Struck:
 
     @property
     def steps_again(self) -> int:
-        """Return how many steps were done again."""
+        """Return the number of steps that were done again."""
         return max(self.last + 1 - self.ends[0][0], 0)
 
 

@@ -1,4 +1,4 @@
-"""Training with tables on servers: a job beside torch.distributed.rpc and TorchRec, in turns.
+"""Training with tables on servers: a job next to torch.distributed.rpc and TorchRec, in turns.
 
 Two workers train examples/recommender.py's model, and two other processes have its tables. The
 rival has the shape of PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC
@@ -7,8 +7,8 @@ DistributedDataParallel, distributed autograd carries the gradients of rows to t
 DistributedOptimizer updates them there. One call looks up all tables of a server, so that a step
 has few messages. TorchRec has no servers: its two workers hold half of each table's rows each
 (benchmarks/table_torchrec.py, if torchrec and fbgemm-gpu-cpu are installed). The limit is the same
-model on rows that nobody looks up or updates, in two processes that do not speak to each other.
-Each side counts the samples of its steps after the first ten.
+model on rows without lookups and updates, in two processes that do not communicate. Each side
+counts the samples of its steps after the first ten.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIDE = "TABLE_RPC_SIDE"
 
 
 class TableShard(nn.Module):
-    """Holds some of the tables on one of the rival's servers."""
+    """Keeps some of the tables on one of the rival's servers."""
 
     def __init__(self, names: list[str], rows: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Clock:
 
 
 def train_rival(options: argparse.Namespace) -> None:
-    """Be one of the rival's processes: the first ones are workers, the others servers."""
+    """Be one of the rival's processes: the first ones are workers, the other ones servers."""
     from torch.distributed import rpc
     from torch.distributed.nn import RemoteModule
 

@@ -125,7 +125,7 @@ def step(client: RowClient, version: int, keys: list[torch.Tensor]) -> float:
 
 
 def speed(run_dir: str, servers: int, rows: int, given: list[list[torch.Tensor]]) -> None:
-    """Print the time of a step's read, with the update before it, beside a worker's own tables."""
+    """Print the time of a step's read, with the update before it, next to a worker's own tables."""
     cluster = Cluster(run_dir, servers, 1, rows)
     weights = [torch.nn.Parameter(torch.zeros(rows, DIM)) for _ in range(TABLES)]
     optimizer = TableOptimizer(weights, RULE)
@@ -175,7 +175,7 @@ def losses(
         found += go_on(1)
         cluster.start_again(i % 3)
         until = time.monotonic() + COPY_S
-        while time.monotonic() < until:  # it copies its rows meanwhile
+        while time.monotonic() < until:  # it copies its rows in this time
             go_on(5)
     cluster.end()
     pauses = [1e3 * each for each in found]

@@ -1,4 +1,4 @@
-"""Steps of a recommender alone: tables of a job beside torch's own, in one process, in turn.
+"""Steps of a recommender alone: tables of a job next to torch's own, in one process, in turn.
 
 Both are examples/recommender.py's model with the same ids. The twin's tables are
 nn.EmbeddingBag(sparse=True), which torch.optim.Adagrad updates; a job of one worker and one virtual
@@ -30,7 +30,7 @@ DIM, STEPS, BLOCKS = 16, 5, 12
 
 
 class Twin(nn.Module):
-    """The same tables and model without Holdfast; `alike`: begin with these rows."""
+    """Has the same tables and model without Holdfast; `alike`: begin with these rows."""
 
     def __init__(self, alike: servers.EmbeddingBagCollection) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     job = holdfast.join(seed=3)
-    # The twin is trained beside the job on purpose.
+    # The twin is trained next to the job on purpose.
     UnprotectedModules.look = lambda self, protected: None  # type: ignore[method-assign]
     OptimizerWatch.check_step = lambda self, optimizer: None  # type: ignore[method-assign]
     configs = [

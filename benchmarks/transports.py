@@ -117,7 +117,7 @@ def tcp(rank: int) -> MakeTransport:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement. Rank 0 writes wall and CPU time, in ms, to the file `out`."""
+    """Is one measurement. Rank 0 writes wall and CPU time, in ms, to the file `out`."""
 
     name: str
     piece_bytes: int  # sent by each rank to each other one; 0: the opening of a group
@@ -167,7 +167,7 @@ class Case:
 
 
 class Spent:
-    """Reads the CPU time of this process, all its threads, since it was made."""
+    """Reads the CPU time of this process, all its threads, from its creation on."""
 
     def __init__(self) -> None:
         self._began_ms = self._now_ms()

@@ -1,7 +1,7 @@
-"""What verifying training data costs: loading with an index beside loading without.
+"""What verifying training data costs: loading with an index next to loading without.
 
 One process loads batches as a worker does, in turn with and without, from data that are in the page
-cache: a disk would only hide the cost. CPU time, since others may use the machine as well.
+cache: a disk would only hide the cost. CPU time, because other users may use the machine as well.
 """
 
 from __future__ import annotations

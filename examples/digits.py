@@ -23,7 +23,7 @@ TEST_SAMPLES = 360  # taken from the 1,797 samples; never trained on
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """(training, test): images of 1 x 8 x 8 in 0..1 and their digits."""
+    """Return training and test data: images of 1 x 8 x 8 in 0..1 and their digits."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

@@ -3,7 +3,7 @@
     python examples/finetune_transformers.py                      alone
     holdfast run --nproc 4 examples/finetune_transformers.py      on four workers; kill any
 
-Nothing is downloaded: the model begins with random parameters. Its best parameters are taken at the
+No file is downloaded: the model begins with random parameters. Its best parameters are taken at the
 end. The last line printed is the SHA-256 of the model, so that runs can be compared.
 """
 

@@ -65,7 +65,7 @@ def main() -> None:
     held_out = TensorDataset(points(512, seed=2))
 
     def distance(batch: list[torch.Tensor]) -> torch.Tensor:
-        """Return how far from the circle the points are that the generator makes."""
+        """Return the mean distance of the generator's points from the circle."""
         made = generator(torch.randn(len(batch[0]), NOISE))
         return (made.norm(dim=1) - batch[0].norm(dim=1)).abs().mean()
 

@@ -5,8 +5,9 @@
 
 GRPO is group relative policy optimization (DeepSeekMath, arXiv:2402.03300). The policy is a small
 recurrent network that reads and writes characters. It is first trained on the written sums, for too
-short a time. Then it samples a group of answers to each prompt, such as `7+5=`. The reward is 1 for
-the right answer, `12.`, and 0 for any other, and the advantage is the reward relative to the group.
+short a time. Then it samples a group of answers to each prompt, for example `7+5=`. The reward is 1
+for the right answer, `12.`, and 0 for any other, and the advantage is the reward relative to the
+group.
 
 It shows that a rollout can be a part of a task. If a worker dies in the middle of one, another
 worker samples all answers of its prompts again, from the same weights and with the same random

@@ -39,7 +39,7 @@ class Encoder(nn.Module):
 
 
 class Queue(nn.Module):
-    """Keeps the newest keys, [size, width]; a multiple of those that a step brings fits best."""
+    """Keeps the newest keys, [size, width]; a multiple of the keys of one step fits best."""
 
     def __init__(self, size: int, width: int = 32) -> None:
         super().__init__()

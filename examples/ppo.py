@@ -4,9 +4,9 @@
     holdfast run --nproc 4 examples/ppo.py      on four workers; kill any: the same result
 
 Only the worker that hosts a virtual rank plays its environment, so that slow simulators
-(`--simulate-ms 2`) run beside each other. The environment's state travels with the step: if the
-worker dies, another one plays on from the same move. The last line printed is the SHA-256 of the
-policy and the environments, so that runs can be compared.
+(`--simulate-ms 2`) run in parallel. The environment's state travels with the step: if the worker
+dies, another one plays on from the same move. The last line printed is the SHA-256 of the policy
+and the environments, so that runs can be compared.
 """
 
 from __future__ import annotations

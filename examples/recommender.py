@@ -4,7 +4,7 @@
     holdfast run --nproc 4 examples/recommender.py      on four workers; kill any: the same result
 
 The data have the shape of Criteo's: 13 numbers and 26 ids for each sample, some ids far more common
-than others (Zipf's law), and clicks that a hidden teacher decides. The first line printed is the
+than other ids (Zipf's law), and clicks that a hidden teacher decides. The first line printed is the
 AUC on samples that were not trained on. The last one is the SHA-256 of the model and its tables.
 """
 
@@ -77,7 +77,7 @@ def clicks(count: int, rows: int, seed: int) -> TensorDataset:
 
 
 def auc(logits: torch.Tensor, clicked: torch.Tensor) -> float:
-    """Return how often a sample with a click has the higher logit than one without."""
+    """Return the share of pairs in which a sample with a click has the higher logit."""
     order = logits.argsort()
     places = torch.empty(len(order), dtype=torch.float64)
     places[order] = torch.arange(1, len(order) + 1, dtype=torch.float64)

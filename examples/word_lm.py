@@ -1,10 +1,10 @@
-"""Train a word language model on text, with a hidden state that goes on from batch to batch.
+"""Train a word language model on text, with a hidden state that continues from batch to batch.
 
     python examples/word_lm.py                      alone
     holdfast run --nproc 4 examples/word_lm.py      on four workers; kill any: the same result
 
 The text is cut into columns. Each virtual rank reads columns of its own, a window of words a step.
-The hidden state belongs to the virtual rank, too: whichever worker computes a batch goes on where
+The hidden state belongs to the virtual rank, too: whichever worker computes a batch continues where
 the last window ended. The last line printed is the SHA-256 of the model and the hidden states, so
 that runs can be compared.
 """

@@ -2,7 +2,7 @@
 
 A FakeGpuTensor reports the device `cuda:0`, refuses everything that a real one refuses (`numpy()`,
 work on tensors of both kinds), and counts as computed at once. Backward passes run in a thread of
-their own. Copies in a stream other than the default one are carried out only when somebody waits
+their own. Copies in a stream other than the default one are carried out only when a reader waits
 for them: a reader that has not waited for a copy reads the older bytes, which happens on a real GPU
 only now and then.
 """
@@ -264,7 +264,7 @@ def _backward(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
 
 
 class FakeCudart:
-    """Pins nothing, but says so only if `code` is not 0."""
+    """Pins no memory, but admits it only if `code` is not 0."""
 
     def __init__(self, code: int = 0) -> None:
         self._code = code
@@ -299,5 +299,5 @@ def install(patch: pytest.MonkeyPatch) -> torch.device:
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Let a test run with the fake."""
+    """Run a test with the fake."""
     return install(monkeypatch)

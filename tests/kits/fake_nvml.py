@@ -1,4 +1,4 @@
-"""A stand-in for pynvml (nvidia-ml-py): the same names, calls, structures and exceptions.
+"""Stands in for pynvml (nvidia-ml-py): the same names, calls, structures and exceptions.
 
 `FakeNvml(gpus)` is the module. A `Gpu` that has None for something raises NotSupported for it, as
 older, virtual and MIG-split GPUs do. test_gpu_health.py compares all this with the real module.
@@ -22,7 +22,7 @@ class NVMLError(Exception):
 
 @dataclass
 class Gpu:
-    """One healthy data-centre GPU, unless said otherwise."""
+    """Is one healthy data-centre GPU, unless a test changes it."""
 
     bus: str = "00000000:3B:00.0"
     name: str = "NVIDIA H100 80GB HBM3"
@@ -146,7 +146,7 @@ class FakeNvml:
         return SimpleNamespace(used=self._told(gpu, gpu.used))
 
     def nvmlDeviceGetFieldValues(self, gpu: Gpu, fields: list[int]) -> list[Any]:
-        """Answer like the real one: unsupported values are marked, nothing raised."""
+        """Answer like the real one: mark unsupported values, raise no error."""
         assert fields == [230]
         self._told(gpu, 0)
         code = self.NVML_SUCCESS if gpu.recovery is not None else self.NVML_ERROR_NOT_SUPPORTED

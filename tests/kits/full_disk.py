@@ -1,4 +1,4 @@
-"""A small file system of its own that a test fills, and gives room again."""
+"""Makes a small file system of its own that a test fills and empties again."""
 
 from __future__ import annotations
 

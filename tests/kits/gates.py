@@ -1,4 +1,4 @@
-"""A gate on the loopback address with its log, and clients of it, honest and otherwise."""
+"""Runs a gate on the loopback address with its log, and clients of it, honest or not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def answer(channel: Channel) -> None:
 async def site(
     serve: Serve = answer, tls: ssl.SSLContext | None = None, job: str = "", **policy: Any
 ) -> AsyncIterator[Site]:
-    """Open a gate; nothing of it is left afterwards."""
+    """Open a gate; all of it is gone afterwards."""
 
     async def keep_and_serve(channel: Channel) -> None:
         here.channels.append(channel)
@@ -92,7 +92,7 @@ async def ask(channel: Channel) -> object:
 
 
 async def honest(here: Site, tls: ssl.SSLContext | None = None) -> None:
-    """Check that others are unaffected: a client with the secret is served."""
+    """Check that other peers are unaffected: a client with the secret is served."""
     patient = dataclasses.replace(here.gate.policy, handshake_s=PATIENCE_S)
     here.gate.policy = patient  # only strangers are pressed for time, however slow the machine is
     channel = await connect(HOST, here.port, SECRET, tls=tls)
@@ -102,7 +102,7 @@ async def honest(here: Site, tls: ssl.SSLContext | None = None) -> None:
 
 @dataclass
 class Stranger:
-    """A plain connection that can say anything."""
+    """A plain connection that can send any bytes."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -148,7 +148,7 @@ async def shaken_hands(here: Site) -> tuple[Stranger, frames.Sealer]:
 
 @dataclass
 class Tapped:
-    """One connection seen from between its ends; `alter` changes the client's bytes."""
+    """Is one connection seen from between its ends; `alter` changes the client's bytes."""
 
     port: int = 0
     client_said: bytes = b""

@@ -1,8 +1,8 @@
-"""A small world for the machine of groups: real agents, made-up processes, and a judge.
+"""Simulates a small world for the machine of groups: real agents, made-up processes, and a judge.
 
 Everything is drawn from a seed: when messages arrive, whether they are lost, repeated or late, when
-processes and agents are lost, nodes silent and coordinators restarted. `judge` looks at what really
-happens, not at what the machines believe.
+processes and agents are lost, nodes silent and coordinators restarted. `judge` looks at the truth,
+not at the machines' knowledge.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WrongError(AssertionError):
 
 @dataclass(slots=True)
 class Script:
-    """A process, as it really is."""
+    """Is a process in its real state."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -64,7 +64,7 @@ class Script:
     code: int | None = None  # its exit status, once it has ended
     paused: bool = False
     hangs: bool = False
-    view: View | None = None  # the view that it was told
+    view: View | None = None  # the view that it received
     status: WorkerStatus | None = None
 
     @property
@@ -75,7 +75,7 @@ class Script:
 
 @dataclass(slots=True)
 class Node:
-    """A machine, with an agent or for the moment without one."""
+    """Is a machine, with an agent or for the moment without one."""
 
     name: AgentId
     incarnation: int = 0
@@ -86,10 +86,10 @@ class Node:
 
 @dataclass(slots=True)
 class Truth:
-    """Everything that has happened; each machine knows only parts of it."""
+    """Records the whole truth; each machine knows only parts of it."""
 
-    record: JobRecord | None = None  # the durable one
-    groups: dict[int, View] = field(default_factory=dict)  # groups that an agent was told
+    record: JobRecord | None = None  # the durable record
+    groups: dict[int, View] = field(default_factory=dict)  # groups that an agent received
     started: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)
     done: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)  # ended on their own
     work_s: dict[int, float] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class GroupWorld:
         heapq.heappush(self.events, event)
 
     def wake(self, who: str, due: float | None, tick: Callable[[], None]) -> None:
-        """Have a machine hear the time at `due`; only the newest request counts."""
+        """Wake a machine at `due`; only the newest request counts."""
         if due is None or self.wakes.get(who) == due:
             return
         self.wakes[who] = due
@@ -161,7 +161,7 @@ class GroupWorld:
             raise WrongError(f"processes of groups {acting} act at the same time")
 
     def judge_group(self, view: View) -> None:
-        """Check that a group which an agent hears of is durable, new and large enough."""
+        """Check that a group which reaches an agent is durable, new and large enough."""
         known = self.truth.groups.get(view.number)
         if known is not None:
             if known != view:
@@ -198,7 +198,7 @@ class GroupWorld:
     # ------------------------------------------------------------ the coordinator
 
     def start_coordinator(self) -> None:
-        record = self.truth.record  # it may say that the job is over, with no agent left to tell
+        record = self.truth.record  # it may record the end of the job, with no agent left to inform
         may_lose = self.loses_journal and record is not None and record.outcome is None
         lost = may_lose and self.draw.random() < 0.5
         forgotten = self.term if lost else 0
@@ -294,7 +294,7 @@ class GroupWorld:
                 self.after(self.draw.random() * 0.5, self.end, node, script, -9)
             case ag.AskToEnd(worker, incarnation, number):
                 script = node.scripts[worker, incarnation]
-                if self.draw.random() < 0.7:  # else it goes on, and is killed
+                if self.draw.random() < 0.7:  # else it continues, and is killed
                     save_s = self.draw.random() * SAVE_S
                     self.after(save_s, self.end, node, script, self.draw.choice([0, 1, -number]))
             case ag.Pause(worker, incarnation):
@@ -345,7 +345,7 @@ class GroupWorld:
             self.feed_agent(node, event)
 
     def look(self) -> None:
-        """Let scripts make progress while all of their group work, and let agents look at them."""
+        """Make scripts progress while all of their group work, and let agents look at them."""
         self.after(LOOK_S, self.look)
         found = [(n, s) for n in list(self.nodes.values()) for s in n.scripts.values() if s.acts]
         for number in {s.view.number for _, s in found if s.view is not None}:
@@ -361,7 +361,7 @@ class GroupWorld:
                 elif whole:
                     before = script.status.activity if script.status else 0
                     self.say(node, script, activity=before + 1)
-                elif self.draw.random() < 0.03 and not hangs:  # it loses a connection
+                elif self.draw.random() < 0.03 and not hangs:  # the worker loses a connection
                     self.end(node, script, 1)
 
     # ------------------------------------------------------------ faults

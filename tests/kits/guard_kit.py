@@ -21,7 +21,7 @@ def told(
     kill_at: dict[int, int] | None = None,
     **settings: Any,
 ) -> str:
-    """Run a script that breaks the promise; returns what its workers were told, and end."""
+    """Run a script that breaks the promise until the job ends; return its workers' errors."""
     given = {"workers.nproc": workers, "workers.virtual": 4, "silent_errors.fingerprint_steps": 4}
     spec = with_settings(SPEC, given | settings)
     at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}

@@ -1,10 +1,10 @@
-"""Shared by the tests of health checks."""
+"""Helps the tests of health checks."""
 
 from __future__ import annotations
 
 from holdfast.engine.host.findings import Limits
 
-# What other programs do to this machine meanwhile is no part of these tests.
+# The effect of other programs on this machine is no part of these tests.
 CALM = Limits(
     memory_available=(-1, -1),
     swap_used=2,

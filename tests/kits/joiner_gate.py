@@ -1,9 +1,9 @@
 """Has the members of a job in threads wait for workers that come back, so that they join in time.
 
-A worker that died is started again at once, but on a busy machine the others may be at the job's
-end before it is ready. With this gate they do not open a step while they must wait for the worker
-that comes back, or for the coordinator: until the worker is ready, until the change of the view in
-which it joins is announced, or until it has applied the steps that it was fed.
+A worker that died is started again at once, but on a busy machine the other workers may be at the
+job's end before it is ready. With this gate they do not open a step while they must wait for the
+worker that comes back, or for the coordinator: until the worker is ready, until the change of the
+view in which it joins is announced, or until it has applied the steps that it was fed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class JoinerGate(Probe):
         return view is not None and view.includes(worker.worker, worker.incarnation)
 
     def _may_open(self, me: ThreadWorker, step: int) -> bool:
-        # One that has come back may be left out again, if a busy machine held it up.
+        # A worker that has come back may be left out again, if a busy machine held it up.
         newest = list(self._cluster.workers.values())
         returned = {w.worker for w in newest if w.incarnation > 1 and self._is_member(w)}
         missing = self._cluster.ended - returned
@@ -49,7 +49,7 @@ class JoinerGate(Probe):
         return not me.alive or not away or needed or me.expects_change
 
     def _can_use(self, worker: ThreadWorker, step: int) -> bool:
-        """Return whether the worker that comes back needs the members to go on."""
+        """Return whether the worker that comes back needs the members to continue."""
         order, status = self._cluster.feed, worker.driver.status()
         if order is None or not order.names(worker.worker, worker.incarnation):
             return False

@@ -1,4 +1,4 @@
-"""A step of a job in one process, for what trains without an engine: tests and benchmarks."""
+"""Makes a step of a job in one process, for tests and benchmarks without an engine."""
 
 from __future__ import annotations
 

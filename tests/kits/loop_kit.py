@@ -33,7 +33,7 @@ def results(
 ) -> list[Any]:
     """Run a script; return its results on the workers that have finished it.
 
-    `settings`: options of the job, beside the number of workers. `all_return`: without deaths all
+    `settings`: options of the job, besides the number of workers. `all_return`: without deaths all
     workers must reach the end. `waits`: wait for dead workers, until they have joined again.
     `may_survive`: a run may end before the death that it is to have."""
     found: dict[WorkerId, Any] = {}

@@ -1,7 +1,7 @@
 """Walks worker machines through views and steps: one of them, or several in lock-step.
 
-The kit carries effects out as an engine and a script would, with nothing in between: it reports at
-once what a machine has computed, and all members hear a word as soon as each has spoken.
+The kit carries effects out as an engine and a script would, without any delay: it reports at once
+what a machine has computed, and all members receive an exchange as soon as each has sent its part.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def a_view(
 
 
 class Walker:
-    """One worker: its machine, and the orders that nobody has carried out yet."""
+    """Is one worker: its machine, and the orders that are not carried out yet."""
 
     def __init__(
         self, worker: int, policy: StepPolicy | None = None, *, exact: bool = False
@@ -55,7 +55,7 @@ class Walker:
         self.machine = WorkerMachine(WorkerId(worker), Incarnation(1), policy)
         self.now = 0.0
         self.done: list[ef.WorkerEffect] = []  # all effects, in order
-        self.waiting: list[ef.WorkerEffect] = []  # effects that need the others
+        self.waiting: list[ef.WorkerEffect] = []  # effects that wait for the other members
         self.holds: Callable[[ef.Compute], bool] = lambda task: False  # whether a task takes long
         self.held: list[ef.Compute] = []
         self.digest: Callable[[int], int] = lambda vrank: 100 + vrank  # a task's digest
@@ -68,7 +68,7 @@ class Walker:
         return self.machine.snapshot()
 
     def feed(self, event: WorkerEvent) -> list[ef.WorkerEffect]:
-        """Hand over one event, and carry out at once the effects that need nobody else."""
+        """Hand over one event, and carry out at once the effects that need no other member."""
         effects = self.machine.handle(event, self.now)
         self.machine.check()
         self.done += effects
@@ -119,7 +119,7 @@ class Walker:
 
 
 class Company:
-    """Several workers in one view: all hear at once what each has said or done."""
+    """Runs several workers in one view: all receive each message and result at once."""
 
     def __init__(
         self, workers: int, policy: StepPolicy | None = None, *, exact: bool = False
@@ -127,10 +127,10 @@ class Company:
         self.walkers = [Walker(worker, policy, exact=exact) for worker in range(workers)]
         self.view: View
         self.summed: Callable[[int, ev.Summed], ev.Summed] = lambda rank, event: event
-        self.stops_at: Topic | None = None  # this gather hangs
+        self.stops_at: Topic | None = None  # the gather that hangs
 
     def enter(self, view: View) -> None:
-        """Have all members install a view and connect."""
+        """Make all members install a view and connect."""
         self.view = view
         for walker in self.members:
             walker.waiting.clear()
@@ -145,12 +145,12 @@ class Company:
         return [self.walkers[worker] for worker in self.view.workers]
 
     def settle(self) -> None:
-        """Go on until a member waits for something that does not happen here."""
+        """Run until a member waits for something that does not happen here."""
         while self._sync() or self._gather() or self._sum() or self._check():
             pass
 
     def until(self, step: int) -> None:
-        """Let the members take one step after the other, until `step` steps are committed."""
+        """Take one step after the other, until `step` steps are committed."""
         for _ in range(step):
             for walker in self.members:
                 if walker.status.phase is Phase.SCRIPT and walker.status.committed < step:
@@ -214,12 +214,12 @@ class Company:
 
 
 def purposes(walker: Walker, purpose: Purpose) -> list[int]:
-    """Return the virtual ranks that a worker was told to compute for this purpose."""
+    """Return the virtual ranks that a worker was asked to compute for this purpose."""
     return [task.vrank for task in walker.orders(ef.Compute) if task.purpose is purpose]
 
 
 def doubts(rank: int) -> Callable[[int, ev.Summed], ev.Summed]:
-    """Have one member find that its piece of the sum is not finite."""
+    """Report that one member found its piece of the sum not finite."""
 
     def summed(member: int, event: ev.Summed) -> ev.Summed:
         return dataclasses.replace(event, doubt=ev.Doubt.UNATTRIBUTED) if member == rank else event

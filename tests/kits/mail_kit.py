@@ -1,4 +1,4 @@
-"""A transport between threads, for tests of what members exchange outside of steps."""
+"""Provides a transport between threads, for tests of exchanges outside of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.engine.train.exchange.seam import Message
 
 
 class Mail:
-    """A transport of threads: messages of a pair arrive in the order sent, once both are there."""
+    """Connects threads: messages of a pair arrive in the order sent, once both are there."""
 
     ordered = False
 
@@ -33,7 +33,7 @@ class Mail:
 
 
 class Noisy(Mail):
-    """What rank 0 sends loses a bit."""
+    """Damages a bit of the messages of rank 0."""
 
     def exchange(
         self, sends: list[Message], receives: list[Message], tag: int, sent_us: int = 0

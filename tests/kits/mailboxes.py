@@ -1,4 +1,4 @@
-"""A transport between threads of one process: the tiniest fake that keeps the contract."""
+"""Connects threads of one process: the tiniest fake transport that keeps the contract."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.engine.train.exchange.seam import Message, NothingPending, Pending
 
 
 class Mailbox:
-    """A transport between threads of one process: the tiniest fake that keeps the contract."""
+    """Connects threads of one process: the tiniest fake transport that keeps the contract."""
 
     ordered = False
 

@@ -20,7 +20,7 @@ def until_step(run: LocalRun, step: int) -> None:
 
 
 def kill_workers(run: LocalRun) -> None:
-    """Kill every process that holds the state, at once, and let the job go on."""
+    """Kill every process that holds the state, at once, and continue the job."""
     for pid in run.members().values():
         strike(pid)
     (run.run_dir.path.parent / "go").touch()

@@ -1,4 +1,4 @@
-"""The ways to plant bugs: a registry of mutations, and swarms aimed at rare situations."""
+"""Defines the ways to plant bugs: a registry of mutations, and swarms aimed at rare situations."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ WRONG = {
     "cycle": 3,
     "save_every": 3,
 }
-FORGETFUL = {  # workers are lost, and those that join lack the script's own state
+FORGETFUL = {  # workers are lost, and joiners lack the script's own state
     **_THIRTY_STEPS,
     "slots": 1,
     "boot_s": 0.1,
@@ -169,7 +169,7 @@ FORGETFUL = {  # workers are lost, and those that join lack the script's own sta
     "cycle": 3,
     "forgetful": True,
 }
-FED = {  # workers are lost, and others fed in their place
+FED = {  # workers are lost, and new ones fed in their place
     **_THIRTY_STEPS,
     "slots": 1,
     "boot_s": 0.1,
@@ -465,7 +465,7 @@ TUNED: dict[str, dict[str, object]] = {
     | {"faults": ("agent_crash", "store_lost"), "restore_s": 5.0, "loops": (30,)},
     "agent_obeys_an_older_term": JOINS
     | {"faults": ("coordinator_crash", "lossy"), "loss": 0.1, "duplicate": 0.3},
-    # Votes take long, and a member that has heard them breaks off unheard.
+    # Votes take long, and a member that has received them breaks off unheard.
     "planned_stop_is_awaited_for_ever": JOINS
     | {
         "loops": (60,),
@@ -517,7 +517,7 @@ def swarm_for(name: str) -> dict[str, object]:
 
 
 def failure_of_unchanged_code(seed: int, tuned: dict[str, object]) -> str:
-    """Return how the unchanged machines fail; several mutations look at the same seeds."""
+    """Return the failure of the unchanged machines; several mutations look at the same seeds."""
     what = repr((seed, tuned))
     if what not in _UNCHANGED:
         _UNCHANGED[what] = run_seed(seed, small=True, tuned=tuned).failure

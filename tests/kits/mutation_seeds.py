@@ -1,4 +1,4 @@
-"""Says where the searches for planted bugs begin (test_mutations.py), and which take long."""
+"""Lists where the searches for planted bugs begin (test_mutations.py), and the slow searches."""
 
 # The first seed of a bug's swarm that catches it, so that the search is short: it changes with the
 # times of simulated messages.

@@ -55,7 +55,7 @@ def serve(host: Host, program: str = ECHO, address: str = "", port: int = 0) -> 
 
 
 def call(host: Host, address: str, port: int, timeout_s: float = PATIENCE_S) -> str:
-    """Return what a client process in the host gets from a server: the echo, or an error's name."""
+    """Return the answer that a client process in the host gets from a server, or an error name."""
     command = [*PYTHON, CLIENT, address, str(port), str(timeout_s)]
     return host.run(command, stdout=subprocess.PIPE, text=True).stdout.strip()
 

@@ -55,7 +55,7 @@ def _shared_names(model: Path) -> Iterator[str]:
 
 
 def _without_shared(body: list[ast.stmt], shared: set[str]) -> list[ast.stmt]:
-    """Leave out the definitions of shared names, and then everything that nothing else uses."""
+    """Leave out the definitions of shared names, and then all definitions without another use."""
     kept = [part for part in body if not shared & _defined(part)]
     while True:
         used = [set(_used(part)) for part in kept]
@@ -88,7 +88,7 @@ def _used(part: ast.stmt) -> Iterator[str]:
 
 
 def added(plain: Path, port: Path) -> int:
-    """Return how many lines of a port the plain script lacks."""
+    """Return the number of lines of a port that the plain script lacks."""
     match = difflib.SequenceMatcher(None, lines_of(plain), lines_of(port), autojunk=False)
     return sum(j2 - j1 for kind, _, _, j1, j2 in match.get_opcodes() if kind != "equal")
 

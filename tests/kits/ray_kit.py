@@ -1,4 +1,4 @@
-"""Has a cluster of Ray, real or faked, say why it does not start actors."""
+"""Makes a cluster of Ray, real or faked, report why it does not start actors."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def report(seq: int) -> ReportArrived:
 
 
 def record(folder: Path, events: int = 5, term: int = 3) -> CoordinatorMachine:
-    """Record what a coordinator hears of one node without workers."""
+    """Record the messages that a coordinator gets from one node without workers."""
     machine = CoordinatorMachine(SPEC.policy(), term, None, 10.0)
     it = Recorder(folder, term, pytest.fail)
     it.begin(machine, 10.0)

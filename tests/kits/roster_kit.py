@@ -1,4 +1,4 @@
-"""Builds what a coordinator knows of nodes and workers, as their agents would have told it."""
+"""Builds a coordinator's knowledge of nodes and workers, as their agents would have reported it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Cluster:
             self.change(PutSlot(each.worker, slot), WelcomeNode(name))
 
     def hear(self, name: str, *statuses: WorkerStatus, **fields: Any) -> News:
-        """Hear the next report of a node."""
+        """Deliver the next report of a node."""
         self._seq[name] = fields.pop("seq", self._seq.get(name, 0) + 1)
         values = dict(incarnation=Incarnation(1), slots=1) | fields
         report = AgentReport(
@@ -111,7 +111,7 @@ class Cluster:
         self.change(SetDrain(AgentId(name), reason))
 
     def facts(self, view: View | None = None, *silent: int, **fields: Any) -> Facts:
-        """Return the facts; the nodes of `silent` workers have not been heard for a while."""
+        """Return the facts; the nodes of `silent` workers have not reported for a while."""
         values: dict[str, Any] = dict(witness_at=None, now=self.now) | fields
         names = frozenset(AgentId(f"n{w}") for w in silent)
         return Facts(view=view, roster=self.roster, lease=LEASE, silent=names, **values)

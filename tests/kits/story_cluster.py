@@ -1,8 +1,8 @@
-"""A tiny cluster around the machines of the core: nothing moves unless a story says so.
+"""Runs a tiny cluster around the machines of the core: only a story's commands move it.
 
-What machines send each other waits until it is delivered; tasks, sums and copies are done when the
-story says that they are. There is no chance, and the clock only moves as messages are delivered, or
-by a story's word.
+The messages between machines wait for delivery; tasks, sums and copies are done when a
+command of the story finishes them. There is no chance, and the clock only moves as messages are
+delivered, or by a command of the story.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Setting:
 
 
 class Host:
-    """One node: its agent, and the messages that wait for it."""
+    """Is one node: its agent, and the messages that wait for it."""
 
     def __init__(self, name: AgentId, slots: int) -> None:
         self.name = name
@@ -83,7 +83,7 @@ class Host:
 
 
 class Process:
-    """One process of a worker: its machine, and what its script and its exchanges wait for."""
+    """Is one process of a worker: its machine, and the tasks and exchanges under way."""
 
     def __init__(self, host: Host, machine: WorkerMachine, until: int, procs: int = 1) -> None:
         status = machine.snapshot()
@@ -111,7 +111,7 @@ class Process:
 
 
 class Cluster:
-    """Drives the machines (see the module). `blocks`: their acts since somebody last looked."""
+    """Drives the machines (see the module). `blocks`: their acts since they were last shown."""
 
     def __init__(self, setting: Setting, machines: Machines) -> None:
         self.setting = setting
@@ -119,7 +119,8 @@ class Cluster:
         self._beat_at = HEARTBEAT_S
         self.blocks: list[Block] = []
         self.groups: dict[int, Group] = {}
-        self.shares: dict[tuple[int, int], set[int]] = {}  # written ones: step, view: ranks
+        # The ranks whose shares are written, by step and view.
+        self.shares: dict[tuple[int, int], set[int]] = {}
         self.processes: dict[WorkerId, Process] = {}  # the newest process of each worker
         self.feeds = Feeds()
         self.further = FurtherNodes()
@@ -150,7 +151,7 @@ class Cluster:
         self.tell_coordinator(ce.Tick())
 
     def tell_coordinator(self, event: ce.CoordinatorEvent) -> None:
-        """Hand the coordinator an event and carry out what follows."""
+        """Hand the coordinator an event, and carry out its effects."""
         machine = self.coordinator
         if machine is None:
             return
@@ -180,7 +181,7 @@ class Cluster:
         self.tell_agent(host, ag.Tick())
 
     def tell_agent(self, host: Host, event: ag.AgentEvent) -> None:
-        """Hand an agent an event and carry out what follows."""
+        """Hand an agent an event, and carry out its effects."""
         machine = host.machine
         if machine is None:
             return
@@ -234,7 +235,7 @@ class Cluster:
     # ------------------------------------------------------------ workers
 
     def end(self, process: Process, code: int, detail: str = "") -> None:
-        """End a process; its agent has not heard of it yet."""
+        """End a process; its agent does not know it yet."""
         if not process.alive:
             return
         process.alive = False
@@ -280,7 +281,7 @@ class Cluster:
         yield from self._script_goes_on(process)
 
     def go_on(self, process: Process) -> None:
-        """Finish something for a script, unheard by its machine."""
+        """Finish something for a script, without an event for its machine."""
         for event in list(self._script_goes_on(process)):
             self.feed(process, event)
 
@@ -331,7 +332,7 @@ class Cluster:
         return (process.host.name, *(each.node for each in further))
 
     def _script_goes_on(self, process: Process) -> Iterator[ev.WorkerEvent]:
-        """Let the script begin work that takes time, and do the rest of its work at once."""
+        """Make the script begin work that takes time, and do the rest of its work at once."""
         work = process.work
         while work.doing is None and work.script:
             effect = work.script.popleft()
@@ -348,7 +349,7 @@ class Cluster:
     # ------------------------------------------------------------ delivering
 
     def hear_reports(self, host: Host | None = None) -> bool:
-        """Have the coordinator hear the reports under way, or those of one node."""
+        """Deliver the reports under way, or those of one node, to the coordinator."""
         found = [r for r in self.reports if host is None or r.agent == host.name]
         self.reports = deque(r for r in self.reports if r not in found)
         for report in found:
@@ -356,7 +357,7 @@ class Cluster:
         return bool(found)
 
     def hear_directives(self, host: Host) -> bool:
-        """Have an agent hear what the coordinator has sent it."""
+        """Deliver to an agent the directives that the coordinator has sent it."""
         if not host.runs or not host.inbox:
             return False
         while host.inbox:
@@ -364,7 +365,7 @@ class Cluster:
         return True
 
     def hear_workers(self, host: Host) -> bool:
-        """Have an agent hear what its workers have said, and which processes have ended."""
+        """Deliver to an agent the statuses of its workers, and the ends of processes."""
         if not host.runs or not host.local:
             return False
         if held := self.memories.news(host.name):
@@ -374,7 +375,7 @@ class Cluster:
         return True
 
     def be_directed(self, process: Process) -> bool:
-        """Have a worker hear what its agent has sent it."""
+        """Deliver to a worker the directive that its agent has sent it."""
         if not process.runs or not process.inbox:
             return False
         while process.inbox and process.runs:
@@ -382,7 +383,7 @@ class Cluster:
         return True
 
     def settle(self) -> None:
-        """Deliver all control messages, and what follows from them, until none is left."""
+        """Deliver all control messages, and the messages that follow, until none is left."""
         for _ in range(ROUNDS_MAX):
             moved = [self.hear_workers(host) for host in self.hosts.values()]
             moved.append(self.hear_reports())
@@ -394,7 +395,7 @@ class Cluster:
         raise StoryError("control messages never end")
 
     def review(self) -> bool:
-        """Let the coordinator make the review that it puts off while many changes arrive."""
+        """Make the review that the coordinator puts off while many changes arrive."""
         machine = self.coordinator
         deadline = machine.deadline() if machine is not None else None
         if deadline is None or deadline > self.now + INSTANT_S:
@@ -409,7 +410,7 @@ class Cluster:
     # ------------------------------------------------------------ time
 
     def wait(self, seconds: float, *, heard: bool) -> None:
-        """Let time pass; `heard`: control messages are delivered meanwhile."""
+        """Advance the clock; `heard`: control messages are delivered in that time."""
         until = self.now + seconds
         if heard:
             self.settle()
@@ -423,7 +424,7 @@ class Cluster:
         self.now = max(self.now, until)
 
     def _beat(self) -> None:
-        """Have workers repeat their statuses, which show their progress."""
+        """Make workers repeat their statuses, which show their progress."""
         if self.now >= self._beat_at:
             self._beat_at = self.now + HEARTBEAT_S
             for process in self.newest():
@@ -439,7 +440,7 @@ class Cluster:
                 yield deadline
 
     def _due(self) -> Iterable[Callable[[], Any]]:
-        """Yield the machines whose time has come, one by one, since one may end another."""
+        """Yield the machines whose time has come, one by one, because one may end another."""
         machine = self.coordinator
         if machine is not None and _is_due(machine.deadline(), self.now):
             yield partial(self.tell_coordinator, ce.Tick())

@@ -1,4 +1,4 @@
-"""The commands of stories, in the domain's words. A command's pattern says how it is written."""
+"""The commands of stories, in the domain's words; a pattern is a command's sentence."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def numbers_of(text: str) -> list[int]:
 
 
 def named(cluster: Cluster, who: str) -> list[Process]:
-    """Return the processes that are named, or for `all` every one that runs."""
+    """Return the processes with these names, or for `all` every process that runs."""
     if who == "all":
         return [process for process in cluster.newest() if process.runs]
     found = [process_of(cluster, str(n)) for n in numbers_of(who.split(maxsplit=1)[1])]
@@ -64,7 +64,7 @@ def named(cluster: Cluster, who: str) -> list[Process]:
 
 
 def each_of(cluster: Cluster, who: str, act: Callable[[Process], bool], what: str) -> None:
-    """Have each one do something; fail if one that is named cannot."""
+    """Do something with each of these processes; fail if a process with a name cannot do it."""
     able = [process for process in named(cluster, who) if act(process) is not False]
     missing = [p.name for p in named(cluster, who) if p not in able and p.runs]
     if not able or (who != "all" and missing):
@@ -166,7 +166,7 @@ def _setting(workers: int, virtual: int, options: dict[str, int]) -> Setting:
 
 
 def _run(cluster: Cluster, target: int) -> None:
-    """Let everything go well until that number of steps is committed; show only the result."""
+    """Run without faults until that number of steps is committed; show only the result."""
     for _ in range(ROUNDS_MAX):
         cluster.settle()
         if not sum(_goes_on(cluster, process, target) for process in cluster.newest()):
@@ -198,7 +198,7 @@ def _goes_on(cluster: Cluster, process: Process, target: int) -> bool:
 
 @command("show")
 def show(cluster: Cluster) -> None:
-    """Show the status of everybody."""
+    """Show the status of every process and node."""
     view = cluster.view()
     if view is not None:
         cluster.blocks.append(("now", (view_text(view),)))
@@ -211,13 +211,13 @@ def show(cluster: Cluster) -> None:
 
 @command(r"steps pass until (?P<target>\d+)")
 def steps_pass(cluster: Cluster, target: str) -> None:
-    """Let everything go well until that number of steps is committed."""
+    """Run without faults until that number of steps is committed."""
     _run(cluster, int(target))
 
 
 @command(r"(?P<seconds>[\d.]+) s pass(?P<silence> in silence)?")
 def time_passes(cluster: Cluster, seconds: str, silence: str | None) -> None:
-    """Let time pass, while control messages are delivered, or none."""
+    """Advance the clock, and deliver control messages in that time unless there is silence."""
     cluster.wait(float(seconds), heard=silence is None)
 
 
@@ -226,13 +226,13 @@ def time_passes(cluster: Cluster, seconds: str, silence: str | None) -> None:
 
 @command("control settles")
 def control_settles(cluster: Cluster) -> None:
-    """Deliver all control messages, and those that follow from them."""
+    """Deliver all control messages, and the messages that follow from them."""
     cluster.settle()
 
 
 @command(r"coordinator: reports")
 def reports(cluster: Cluster) -> None:
-    """Have the coordinator hear all reports under way."""
+    """Deliver all reports under way to the coordinator."""
     if not cluster.hear_reports():
         raise StoryError("no report is under way")
     cluster.review()
@@ -240,7 +240,7 @@ def reports(cluster: Cluster) -> None:
 
 @command(rf"coordinator: report of {NODE}")
 def report_of(cluster: Cluster, node: str) -> None:
-    """Have the coordinator hear what a node has reported."""
+    """Deliver the reports of a node to the coordinator."""
     if not cluster.hear_reports(host_of(cluster, node)):
         raise StoryError(f"no report of {node} is under way")
     cluster.review()
@@ -248,7 +248,7 @@ def report_of(cluster: Cluster, node: str) -> None:
 
 @command(rf"(?:nodes: directives|{NODE}: directive)")
 def directives(cluster: Cluster, node: str | None) -> None:
-    """Have agents hear the coordinator."""
+    """Deliver the coordinator's directives to the agents."""
     hosts = [host_of(cluster, node)] if node else list(cluster.hosts.values())
     if not sum(cluster.hear_directives(host) for host in hosts):
         raise StoryError("no directive is under way")
@@ -256,7 +256,7 @@ def directives(cluster: Cluster, node: str | None) -> None:
 
 @command(rf"(?:nodes: hear their workers|{NODE}: hears its workers)")
 def workers_heard(cluster: Cluster, node: str | None) -> None:
-    """Have agents hear their workers, and which of them have ended."""
+    """Deliver the statuses of workers to their agents, and the ends of workers."""
     hosts = [host_of(cluster, node)] if node else list(cluster.hosts.values())
     if not sum(cluster.hear_workers(host) for host in hosts):
         raise StoryError("no worker has said anything")
@@ -264,7 +264,7 @@ def workers_heard(cluster: Cluster, node: str | None) -> None:
 
 @command(WHO + "directives?")
 def directed(cluster: Cluster, who: str) -> None:
-    """Have workers hear their agents."""
+    """Deliver the directives of agents to their workers."""
     each_of(cluster, who, cluster.be_directed, "is told nothing")
 
 
@@ -272,7 +272,7 @@ def directed(cluster: Cluster, who: str) -> None:
 
 
 def _exchange(kind: str, events: Callable[[Cluster, Process], Iterator[ev.WorkerEvent]]) -> Any:
-    """Return a function that hands one exchange on to a worker, once all have said their part."""
+    """Return a function that delivers one exchange to a worker, once all members took part."""
 
     def deliver(cluster: Cluster, process: Process) -> bool:
         group = cluster.groups.get(process.work.view)
@@ -289,7 +289,7 @@ def _exchange(kind: str, events: Callable[[Cluster, Process], Iterator[ev.Worker
 
 
 def _connect(cluster: Cluster, process: Process) -> bool:
-    """Let the group begin to work, once all its members are connected."""
+    """Start the group's work, once all its members are connected."""
     group = cluster.groups.get(process.work.view)
     if group is None or process.worker in group.closed or process.worker in group.connected:
         return False
@@ -480,7 +480,7 @@ def _load(cluster: Cluster, process: Process) -> bool:
 
 
 def _write(cluster: Cluster, process: Process) -> bool:
-    """Have the writer write a share; the first member's writer waits for all others."""
+    """Write one share; the first member's writer waits for all other shares."""
     if not process.work.saving:
         return False
     step, view = process.work.saving[0]
@@ -523,7 +523,7 @@ _register_doings()
 
 @command(WHO + "enters? (?:its|their) loops?(?: until (?P<until>\\d+))?")
 def entered(cluster: Cluster, who: str, until: str | None) -> None:
-    """Have scripts ask for steps."""
+    """Make scripts enter their loops and ask for steps."""
     for process in named(cluster, who):
         process.until = int(until or process.until)
     each_of(cluster, who, lambda process: _enter(cluster, process), "is in its loop")
@@ -531,14 +531,14 @@ def entered(cluster: Cluster, who: str, until: str | None) -> None:
 
 @command(WORKER + r": task of virtual rank (?P<vrank>\d+) is done")
 def task_done(cluster: Cluster, worker: str, vrank: str) -> None:
-    """Have a worker's script finish a task."""
+    """Finish a task of a worker's script."""
     if not _compute(cluster, process_of(cluster, worker), int(vrank)):
         raise StoryError(f"worker {worker} does not compute that")
 
 
 @command(WHO + "shares are written")
 def written(cluster: Cluster, who: str) -> None:
-    """Have writers write shares; that of the first member comes last."""
+    """Write the shares; the share of the first member comes last."""
     found = [process for process in reversed(named(cluster, who)) if _write(cluster, process)]
     if not found:
         raise StoryError("no share can be written")
@@ -546,7 +546,7 @@ def written(cluster: Cluster, who: str) -> None:
 
 @command(WHO + "leaves? the loop")
 def left(cluster: Cluster, who: str) -> None:
-    """Have released scripts leave the step."""
+    """Make the scripts of released workers leave the step."""
 
     def leave(process: Process) -> bool:
         if not isinstance(process.work.doing, ef.Release):
@@ -559,6 +559,6 @@ def left(cluster: Cluster, who: str) -> None:
 
 @command(WHO + "scripts? ends?(?P<wrongly> with an error)?")
 def script_ends(cluster: Cluster, who: str, wrongly: str | None) -> None:
-    """Let processes end on their own."""
+    """End the scripts of these processes on their own."""
     for process in named(cluster, who):
         cluster.end(process, 1 if wrongly else 0, "ValueError" if wrongly else "")

@@ -1,7 +1,7 @@
 """Defines what the workers of a story exchange, and what their scripts compute.
 
-Numbers stand for tensors, so that every mistake shows. A group collects the words of its members.
-The story hands them on, once all members have spoken.
+Numbers stand for tensors, so that every mistake shows. A group collects the messages of its
+members. The story delivers them, once all members have sent theirs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
 from holdfast.lab.sim.exchanges import answer
 
-SOUND = 7  # the fingerprint of a state in which no bit is wrong
+SOUND = 7  # the fingerprint of a state without wrong bits
 
 
 class Work:
@@ -30,15 +30,15 @@ class Work:
         self.whole = False  # whether all of the state is compared in this step
         self.tokens: dict[int, int] = {}
         self.copies: dict[int, int] = {}
-        self.copied = -1  # the step before which it has copied the state for its followers
-        self.saving: list[tuple[int, View]] = []  # shares that its writer has got
-        self.flipped = 0  # how far wrong bits have moved its fingerprint
-        self.lies = 0  # tasks that it computes wrongly from now on
+        self.copied = -1  # the step before which the script has copied the state for followers
+        self.saving: list[tuple[int, View]] = []  # shares that the writer has received
+        self.flipped = 0  # change of the fingerprint by wrong bits
+        self.lies = 0  # tasks that the script computes wrongly from now on
         self.told_lies = 0
-        self.poisons = False  # its next task is not finite
+        self.poisons = False  # the next task is not finite
         self.sums_wrongly = False
-        self.left = False  # it has left its loop
-        self.receiving: int | None = None  # the missed step for which it waits
+        self.left = False  # the script has left its loop
+        self.receiving: int | None = None  # the missed step for which the script waits
 
     def install(self, view: View) -> None:
         """Install a view."""
@@ -75,7 +75,7 @@ class Work:
 
 
 class Group:
-    """Collects what the members of one view have said, until it is handed on."""
+    """Collects the messages of the members of one view, until they are delivered."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -84,7 +84,8 @@ class Group:
         self.closed: set[WorkerId] = set()  # members that have left the view
         self.reduces: dict[WorkerId, ef.Reduce] = {}
         self._rows: dict[str, list[dict[WorkerId, object]]] = {}  # the turns of each exchange
-        self._heard: dict[tuple[str, WorkerId], int] = {}  # number of turns that a member has heard
+        # The number of exchanges that a member has received.
+        self._heard: dict[tuple[str, WorkerId], int] = {}
         self.sent: dict[WorkerId, list[int]] = {}  # missed steps under way
         self.wrongly: list[int] = []  # ranks that have made their parts of a sum wrongly
         self.notes: dict[WorkerId, list[ev.WorkerEvent]] = {}  # news for one member alone
@@ -92,7 +93,7 @@ class Group:
     # ------------------------------------------------------------ saying
 
     def said(self, worker: WorkerId, work: Work, effect: ef.WorkerEffect) -> None:
-        """Take in what a member tells the others."""
+        """Take in a message of a member to the other members."""
         match effect:
             case ef.Gather(_, topic, row):
                 told = (*row, float(work.fingerprint)) if topic is Topic.REPORT_FAULT else row
@@ -154,21 +155,21 @@ class Group:
     # ------------------------------------------------------------ hearing
 
     def missing(self, kind: str, worker: WorkerId) -> list[WorkerId] | None:
-        """Return the members that this one waits for; None if it waits for nothing."""
+        """Return the members for which this one waits; None if it waits for no exchange."""
         turn = self._turn(kind, worker)
         if turn is None or worker not in turn:
             return None
         return [w for w in self.view.workers if w not in turn]
 
     def hear(self, kind: str, worker: WorkerId) -> list[object]:
-        """Return what all have said, by rank, to a member that has not heard it yet."""
+        """Return all members' messages, by rank, to a member that has not received them yet."""
         turn = self._turn(kind, worker)
         assert turn is not None, "nothing was said"
         self._heard[kind, worker] = self._heard.get((kind, worker), 0) + 1
         return [turn[w] for w in self.view.workers]
 
     def drop(self, kind: str, worker: WorkerId) -> None:
-        """Pass over what this member waits for, as if it was lost."""
+        """Skip the exchange for which this member waits, as if it was lost."""
         self._heard[kind, worker] = self._heard.get((kind, worker), 0) + 1
 
     def _turn(self, kind: str, worker: WorkerId) -> dict[WorkerId, object] | None:
@@ -200,7 +201,7 @@ class Group:
         )
 
     def checked(self, worker: WorkerId) -> ev.SumChecked:
-        """Hand on the members' answers about a sum."""
+        """Return the members' answers about a sum to a member."""
         checks: list[ef.CheckSum] = self.hear("check", worker)  # type: ignore[assignment]
         hosts = tuple(self.view.rank(owner) for owner in self.reduces[worker].owners)
         wrongly, size = tuple(sorted(self.wrongly)), len(checks)
@@ -208,7 +209,7 @@ class Group:
         return ev.SumChecked(self.view.number, checks[0].bucket, tuple(rows))
 
     def gathered(self, topic: Topic, worker: WorkerId) -> ev.Gathered:
-        """Hand on the rows that all have given for a topic."""
+        """Return the rows of all members for a topic to a member."""
         rows: list[Row] = self.hear(topic.value, worker)  # type: ignore[assignment]
         return ev.Gathered(self.view.number, topic, tuple(rows))
 

@@ -1,4 +1,4 @@
-"""The commands of stories by which something fails, stops, or is ended by an operator."""
+"""Defines the commands of stories by which parts fail or stop, or an operator ends them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from story_commands import (
 
 @command(rf"{WORKER} dies")
 def dies(cluster: Cluster, worker: str) -> None:
-    """A process is killed; nobody has heard of it yet."""
+    """Kill a process; its agent does not know it yet."""
     cluster.end(process_of(cluster, worker), -9)
 
 
 @command(rf"{WORKER} notices that its processes on {NODE} are gone")
 def misses(cluster: Cluster, worker: str, node: str) -> None:
-    """The first process of a worker that is spread over nodes has lost the others of a node."""
+    """End the first process of a worker, which has lost its processes on another node."""
     cluster.end(
         process_of(cluster, worker), -9, "process 1 of this worker, on another node, was lost"
     )
@@ -41,7 +41,7 @@ def misses(cluster: Cluster, worker: str, node: str) -> None:
 
 @command(rf"shard (?P<shard>\d+) of {WORKER} (?P<how>falls behind|catches up)")
 def shard_behind(cluster: Cluster, shard: str, worker: str, how: str) -> None:
-    """One process of a worker falls behind, or is level with the others again."""
+    """Make one process of a worker fall behind, or catch up again."""
     process = process_of(cluster, worker)
     if how == "falls behind":
         process.shards.hold_back(int(shard))
@@ -51,7 +51,7 @@ def shard_behind(cluster: Cluster, shard: str, worker: str, how: str) -> None:
 
 @command(rf"shard (?P<shard>\d+) of {WORKER} loses a connection")
 def shard_breaks(cluster: Cluster, shard: str, worker: str) -> None:
-    """One process of a worker cannot reach the same shard of another one any more."""
+    """Break the connection of one process of a worker to the same shard of another worker."""
     process = process_of(cluster, worker)
     view = process.machine.snapshot().view
     cluster.feed_told(process, process.shards.lose_connection(int(shard), view))
@@ -59,7 +59,7 @@ def shard_breaks(cluster: Cluster, shard: str, worker: str) -> None:
 
 @command(rf"{WORKER} (?P<how>freezes|thaws)")
 def freezes(cluster: Cluster, worker: str, how: str) -> None:
-    """A process does nothing, or does again."""
+    """Freeze a process, or continue it."""
     process = process_of(cluster, worker)
     process.frozen = how == "freezes"
     if process.runs:
@@ -68,7 +68,7 @@ def freezes(cluster: Cluster, worker: str, how: str) -> None:
 
 @command(rf"{NODE} sees {WORKER} stopped (?P<times>\d+) times")
 def sampled(cluster: Cluster, node: str, worker: str, times: str) -> None:
-    """An agent looks at a process that the kernel has stopped."""
+    """Make an agent look at a process that the kernel has stopped."""
     process = process_of(cluster, worker)
     for _ in range(int(times)):
         sample = ProcessSample(state="T", progress=1)
@@ -79,7 +79,7 @@ def sampled(cluster: Cluster, node: str, worker: str, times: str) -> None:
 
 @command(WHO + "the group breaks")
 def breaks(cluster: Cluster, who: str) -> None:
-    """Exchanges fail."""
+    """Make exchanges of a group fail."""
 
     def break_(process: Process) -> bool:
         group = cluster.groups.get(process.work.view)
@@ -93,7 +93,7 @@ def breaks(cluster: Cluster, who: str) -> None:
 
 @command(rf"{WORKER} cannot reach (?P<peers>workers? [\d, -]+)")
 def link_lost(cluster: Cluster, worker: str, peers: str) -> None:
-    """The network gives connections up."""
+    """Break a worker's connections to some peers."""
     process = process_of(cluster, worker)
     lost = tuple(WorkerId(n) for n in numbers_of(peers.split(maxsplit=1)[1]))
     view = process.machine.snapshot().view
@@ -102,7 +102,7 @@ def link_lost(cluster: Cluster, worker: str, peers: str) -> None:
 
 @command(rf"{WORKER}: (?P<what>computes wrongly (?:once|always)|a bit of its state flips)")
 def wrong(cluster: Cluster, worker: str, what: str) -> None:
-    """A machine's bits are wrong from now on."""
+    """Make a worker compute wrongly, or flip a bit of its state."""
     work = process_of(cluster, worker).work
     if "flips" in what:
         work.flipped = 1
@@ -112,7 +112,7 @@ def wrong(cluster: Cluster, worker: str, what: str) -> None:
 
 @command(rf"{WORKER}: (?P<what>its next gradient is not finite|its next sum is wrong)")
 def wrong_once(cluster: Cluster, worker: str, what: str) -> None:
-    """Something goes wrong once."""
+    """Make one task or sum go wrong once."""
     work = process_of(cluster, worker).work
     work.poisons = work.poisons or "finite" in what
     work.sums_wrongly = work.sums_wrongly or "sum" in what
@@ -123,7 +123,7 @@ def wrong_once(cluster: Cluster, worker: str, what: str) -> None:
 
 @command(rf"the writer of {WORKER} dies")
 def writer_dies(cluster: Cluster, worker: str) -> None:
-    """A node's writer loses the shares that it has not written yet."""
+    """Make a node's writer lose the shares that it has not written yet."""
     process = process_of(cluster, worker)
     if not process.work.saving:
         raise StoryError("it has no share to lose")
@@ -135,7 +135,7 @@ def writer_dies(cluster: Cluster, worker: str) -> None:
 
 @command(rf"the writer of {WORKER} waits in vain")
 def writer_waits(cluster: Cluster, worker: str) -> None:
-    """The first share has waited long enough for the others."""
+    """End the first share's wait for the other shares."""
     process = process_of(cluster, worker)
     if not process.work.saving:
         raise StoryError("it waits for nothing")
@@ -146,7 +146,7 @@ def writer_waits(cluster: Cluster, worker: str) -> None:
 
 @command(WHO + "the store does not answer")
 def store_silent(cluster: Cluster, who: str) -> None:
-    """A checkpoint cannot be read just now."""
+    """Make the store silent for members that load a checkpoint."""
 
     def fail(process: Process) -> bool:
         group = cluster.groups.get(process.work.view)
@@ -163,7 +163,7 @@ def store_silent(cluster: Cluster, who: str) -> None:
 
 @command(rf"{WORKER} finds step (?P<step>\d+) damaged, and step (?P<older>\d+) readable")
 def unreadable(cluster: Cluster, worker: str, step: str, older: str) -> None:
-    """A checkpoint turns out to be damaged."""
+    """Report that a checkpoint is damaged."""
     process = process_of(cluster, worker)
     number, reason = process.machine.snapshot().view, f"step {step} is damaged"
     event = ev.ObtainFailed(SourceKind.STORE, number, reason, int(step), int(older))
@@ -175,7 +175,7 @@ def unreadable(cluster: Cluster, worker: str, step: str, older: str) -> None:
 
 @command(rf"{NODE} dies")
 def node_dies(cluster: Cluster, node: str) -> None:
-    """A machine is lost, and its processes and memory with it."""
+    """Lose a machine, and its processes and memory with it."""
     host = host_of(cluster, node)
     host.machine = None
     cluster.memories.lose(host.name)
@@ -188,20 +188,20 @@ def node_dies(cluster: Cluster, node: str) -> None:
 
 @command(rf"{NODE} comes back")
 def node_back(cluster: Cluster, node: str) -> None:
-    """A node's agent is started again, and nothing of what ran there."""
+    """Start a node's agent again, without the processes that ran there."""
     cluster.start_agent(host_of(cluster, node))
 
 
 @command(rf"{NODE} joins with (?P<places>\d+) places?")
 def node_joins(cluster: Cluster, node: str, places: str) -> None:
-    """Another node comes."""
+    """Add another node to the cluster."""
     host = cluster.hosts[AgentId(node)] = Host(AgentId(node), int(places))
     cluster.start_agent(host)
 
 
 @command(rf"{NODE} (?P<how>freezes|thaws)")
 def node_freezes(cluster: Cluster, node: str, how: str) -> None:
-    """A whole machine stands still, or goes on: timers come first."""
+    """Stop a whole machine, or continue it: timers come first."""
     host = host_of(cluster, node)
     host.frozen = how == "freezes"
     here = [p for p in cluster.newest() if p.host is host and p.alive]
@@ -216,7 +216,7 @@ def node_freezes(cluster: Cluster, node: str, how: str) -> None:
 
 @command(rf"{NODE} is (?P<how>cut off|reached again)")
 def cut_off(cluster: Cluster, node: str, how: str) -> None:
-    """The control network loses a node and the messages under way, or finds it again."""
+    """Cut a node and its messages off from the control network, or connect it again."""
     host = host_of(cluster, node)
     host.cut_off = how == "cut off"
     if host.cut_off:
@@ -228,19 +228,19 @@ def cut_off(cluster: Cluster, node: str, how: str) -> None:
 
 @command(rf"{NODE} is drained: (?P<why>.+)")
 def drained(cluster: Cluster, node: str, why: str) -> None:
-    """An operator wants a node to be left."""
+    """Drain a node, as an operator does."""
     cluster.tell_agent(host_of(cluster, node), ag.Drained(why))
 
 
 @command(rf"{NODE} is to leave for good: (?P<why>.+)")
 def leaves(cluster: Cluster, node: str, why: str) -> None:
-    """An operator wants a node to be left, and its agent to end."""
+    """Drain a node and end its agent, as an operator does."""
     cluster.tell_agent(host_of(cluster, node), ag.Drained(why, leave=True))
 
 
 @command(rf"{WORKER} is to move(?: to {NODE})?: (?P<why>.+)")
 def moved(cluster: Cluster, worker: str, node: str | None, why: str) -> None:
-    """An operator wants a worker to compute on another node."""
+    """Move a worker to another node, as an operator does."""
     process = process_of(cluster, worker)
     to = AgentId(node or "")
     leaving = Move(worker=process.worker, to=to, reason=why)
@@ -249,20 +249,20 @@ def moved(cluster: Cluster, worker: str, node: str | None, why: str) -> None:
 
 @command(rf"{NODE} is well again")
 def well_again(cluster: Cluster, node: str) -> None:
-    """A node may be used again."""
+    """Allow the use of a node again."""
     cluster.tell_agent(host_of(cluster, node), ag.Drained(""))
 
 
 @command("the coordinator dies")
 def coordinator_dies(cluster: Cluster) -> None:
-    """Messages under way to it are lost; those that it has sent arrive."""
+    """Kill the coordinator: messages to it are lost; messages that it has sent arrive."""
     cluster.coordinator = None
     cluster.reports.clear()
 
 
 @command("the coordinator comes back(?P<lost> without its journal)?")
 def coordinator_back(cluster: Cluster, lost: str | None) -> None:
-    """Another coordinator begins, and the agents find it."""
+    """Start another coordinator, which the agents find."""
     cluster.start_coordinator(journal=lost is None)
     for host in cluster.hosts.values():
         if host.runs and not host.cut_off:
@@ -271,8 +271,8 @@ def coordinator_back(cluster: Cluster, lost: str | None) -> None:
 
 @command("the operator stops the job: (?P<why>.+)")
 def stopped(cluster: Cluster, why: str) -> None:
-    """An operator ends the job."""
+    """End the job, as an operator does."""
     cluster.tell_coordinator(ce.StopRequested(why, saves=cluster.setting.step.saves.enabled))
 
 
-ALL_COMMANDS = COMMANDS  # those of story_commands.py, and by now those above
+ALL_COMMANDS = COMMANDS  # the commands of story_commands.py, and the commands above

@@ -1,4 +1,4 @@
-"""What members of a story feed workers that follow: shares of the state, and steps."""
+"""Keeps the feeds of a story's followers: shares of the state, and steps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from holdfast.engine.core.views import FollowOrder, View
 
 @dataclass
 class Feed:
-    """Keeps the messages of one order; none arrives until the story says so."""
+    """Keeps the messages of one order; a command of the story makes them arrive."""
 
     order: FollowOrder
     view: View
     base: int
-    shares: set[WorkerId] = field(default_factory=set)  # members that have sent theirs
+    shares: set[WorkerId] = field(default_factory=set)  # members that have sent their shares
     steps: dict[int, dict[WorkerId, bool]] = field(default_factory=dict)  # compared, by member
     has_arrived: bool = False  # the state
     next: int = 0  # the step that arrives next
 
 
 class Feeds:
-    """The feeds of a cluster, by the views in which they were ordered."""
+    """Keeps the feeds of a cluster, by the views in which they were ordered."""
 
     def __init__(self) -> None:
         self._by_view: dict[int, Feed] = {}
@@ -34,14 +34,14 @@ class Feeds:
         self._asked: dict[WorkerId, ef.ObtainState] = {}  # states that are loaded
 
     def copied(self, worker: WorkerId, copy: ef.CopyState) -> None:
-        """A member has copied its share of the state, and sends it."""
+        """Record that a member has copied its share of the state, and sends it."""
         assert copy.order is not None, "followers are fed by an order"
         new = Feed(copy.order, copy.view, copy.step, next=copy.step)
         feed = self._by_view.setdefault(copy.view.number, new)
         feed.shares.add(worker)
 
     def attend(self, worker: WorkerId, effect: ef.WorkerEffect) -> Iterator[ev.WorkerEvent]:
-        """Take in what concerns a feed; a step that is here is put in its place at once."""
+        """Take in an effect of a feed; a step that has arrived is put in its place at once."""
         match effect:
             case ef.Follow(None):
                 self._followed.pop(worker, None)
@@ -55,7 +55,7 @@ class Feeds:
                 yield ev.StepObtained(SourceKind.FEED, view, step)
 
     def arrives(self, worker: WorkerId) -> ev.StateFed | ev.StepFed | None:
-        """What a follower hears next; None if a member has yet to send its part."""
+        """Return the next event of a follower; None if a member has yet to send its part."""
         order = self._followed.get(worker)
         feed = self._by_view.get(order.view) if order is not None else None
         if order is None or feed is None or feed.shares != set(feed.view.workers):
@@ -70,7 +70,7 @@ class Feeds:
         return ev.StepFed(order.number, feed.next - 1, all(parts.values()))
 
     def loaded(self, worker: WorkerId) -> list[ev.WorkerEvent]:
-        """The state that a follower was asked to load is in its place."""
+        """Load the state that a follower was asked to load."""
         order = self._asked.pop(worker, None)
         if order is None:
             return []

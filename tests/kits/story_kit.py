@@ -1,7 +1,7 @@
-"""Stories: scenarios of the machines of the core as text, commands with their effects below.
+"""Reads stories: scenarios of the core's machines as text, commands with effects below.
 
-A story file begins with two lines that say what it shows. Then come its parts, with a blank line
-between them: remarks (`# ...`), one command or more, `----`, and the effects on the machines.
+A story file begins with two lines that describe it. Then come its parts, with a blank line between
+them: remarks (`# ...`), one command or more, `----`, and the effects on the machines.
 story_commands.py and story_faults.py define the commands; story_cluster.py is the cluster.
 """
 
@@ -90,7 +90,7 @@ def _part(lines: Sequence[str], line: int, name: str) -> Part:
 
 
 def told(story: Story, machines: Machines | None = None) -> Story:
-    """Return the story as the machines tell it."""
+    """Return the story as the machines act it out."""
     cluster: Cluster | None = None
     parts: list[Part] = []
     for part in story.parts:
@@ -121,7 +121,7 @@ def _carry_out(cluster: Cluster, command: str) -> None:
 
 
 def difference(story: Story, other: Story) -> str:
-    """Return where two tellings of a story first differ, for people; empty if nowhere."""
+    """Return the place where two versions of a story first differ, for people; empty if nowhere."""
     for mine, theirs in zip(story.parts, other.parts, strict=True):
         if mine.output != theirs.output:
             where = f"{story.name}:{mine.line}: {'; '.join(mine.commands)}"

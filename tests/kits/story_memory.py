@@ -1,7 +1,7 @@
-"""What the nodes of a story keep in their memory: pieces of states and of reduced gradients.
+"""Keeps the memory of a story's nodes: pieces of states and of reduced gradients.
 
-The memory itself is the simulator's. A worker's pieces get there when the story says so, and are
-read when it says so; an agent looks at its memory when it hears its workers.
+The memory itself is the simulator's. Commands of the story put a worker's pieces there, and read
+them; an agent looks at its memory when it receives its workers' statuses.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ SUM = 5  # stands for the gradient of each step: no story looks at the number
 
 
 class Keeper:
-    """One worker's orders to write to its nodes' memory and to read from it."""
+    """Keeps one worker's orders to write to its nodes' memory and to read from it."""
 
     def __init__(self) -> None:
-        self.states: deque[ef.CopyState] = deque()  # copied, and not in the memory yet
+        self.states: deque[ef.CopyState] = deque()  # copied, but not in the memory yet
         self.step: ef.KeepStep | None = None
         self.asks: ef.ObtainState | ef.ObtainStep | None = None
 
 
 class NodeMemories:
-    """The memory of all nodes; pieces are lost with their node alone."""
+    """Is the memory of all nodes; pieces are lost with their node alone."""
 
     def __init__(self, redundancy: Redundancy) -> None:
         self._redundancy = redundancy
@@ -42,7 +42,7 @@ class NodeMemories:
         self._lost: set[AgentId] = set()
 
     def add(self, node: AgentId) -> None:
-        """A node comes, or comes back after it was lost; its memory is empty."""
+        """Add a node with an empty memory, also after it was lost."""
 
         def note(kept: tuple[KeptPieces, ...]) -> None:
             self._news[node] = kept
@@ -51,13 +51,13 @@ class NodeMemories:
         self._lost.discard(node)
 
     def lose(self, node: AgentId) -> None:
-        """A node is lost, and its memory with it."""
+        """Lose a node, and its memory with it."""
         self._all.of[node].lose()
         self._news.pop(node, None)
         self._lost.add(node)
 
     def news(self, node: AgentId) -> ag.MemoryHeld | None:
-        """What an agent sees when it looks at its memory; None if it has seen that before."""
+        """Return the pieces that an agent finds in its memory; None if it knows them already."""
         kept = self._news.pop(node, None)
         return None if kept is None else ag.MemoryHeld(kept, f"{node}:1")
 
@@ -79,19 +79,19 @@ class NodeMemories:
                 keeper.asks = effect
 
     def installed(self, worker: WorkerId, view: View) -> None:
-        """A view begins: what a worker has not put into memory by now never will be."""
+        """Begin a view: pieces that a worker has not put into memory by now are dropped."""
         self._keepers[worker] = Keeper()
         if view.ring:
             self._all.record_view(view)
 
     def copied(self, worker: WorkerId, copy: ef.CopyState) -> None:
-        """A worker's script has copied its share of the state."""
+        """Record that a worker's script has copied its share of the state."""
         self._keepers.setdefault(worker, Keeper()).states.append(copy)
 
     # ------------------------------------------------------------ what the story lets happen
 
     def keep_step(self, worker: WorkerId, view: View) -> ev.StepKept | None:
-        """A worker's pieces of a gradient are in the memory of its nodes."""
+        """Put a worker's pieces of a gradient into the memory of its nodes."""
         keeper = self._keepers.setdefault(worker, Keeper())
         effect, keeper.step = keeper.step, None
         if effect is None or effect.view != view.number:
@@ -101,7 +101,7 @@ class NodeMemories:
         return ev.StepKept(view.number, effect.step)
 
     def keep_state(self, worker: WorkerId, flipped: int) -> ev.StateProtected | None:
-        """A worker's pieces of the state are in the memory of its nodes."""
+        """Put a worker's pieces of the state into the memory of its nodes."""
         keeper = self._keepers.setdefault(worker, Keeper())
         if not keeper.states:
             return None
@@ -112,7 +112,7 @@ class NodeMemories:
         return ev.StateProtected(effect.step)
 
     def read(self, worker: WorkerId, view: View) -> list[ev.WorkerEvent]:
-        """A worker has read a state or a gradient from the memory, or pieces are missing."""
+        """Read a state or a gradient from the memory for a worker; pieces may be missing."""
         keeper, recall = self._keepers.setdefault(worker, Keeper()), view.recall
         effect, keeper.asks = keeper.asks, None
         if effect is None or recall is None:
@@ -135,7 +135,7 @@ class NodeMemories:
     # ------------------------------------------------------------ looking
 
     def held(self) -> Iterator[tuple[str, str]]:
-        """Each worker's pieces in the memory of each node."""
+        """Yield each worker's pieces in the memory of each node."""
         for node, memory in self._all.of.items():
             shards: dict[tuple[str, str], list[int]] = {}
             for kept in memory.contents() if node not in self._lost else ():

@@ -1,7 +1,8 @@
 """Workers of several processes in a story: each process does what the first one does.
 
-A story may hold one process back, so that the others wait for it, and may break its connections.
-Those on further nodes of a worker that is spread over several live and end by themselves.
+A story may hold one process back, so that the other processes wait for it, and may break its
+connections. Those on further nodes of a worker that is spread over several live and end by
+themselves.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from holdfast.engine.core.step.shards import FollowerProofs, ShardEvents
 from holdfast.engine.core.types import AgentId, Incarnation, Tick, ViewNumber, WorkerId
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
-OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # heard by the first one alone
+OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # received by the first one alone
 
 
 class Shards:
-    """The processes of one worker, by the shards that they hold."""
+    """Keeps the processes of one worker, by the shards that they hold."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -27,7 +28,7 @@ class Shards:
         self._behind: dict[int, deque[ev.WorkerEvent]] = {}  # by shard that is held back
 
     def hear(self, event: ev.WorkerEvent) -> Iterator[ev.WorkerEvent]:
-        """All processes do this; yields what the worker's machine is told by now."""
+        """Hand an event to all processes; yield the events that the machine receives by now."""
         if self.count == 1 or isinstance(event, OF_THE_WORKER):
             yield event
             return
@@ -38,27 +39,27 @@ class Shards:
                 yield from self._events.hear(shard, event)
 
     def hold_back(self, shard: int) -> None:
-        """A process falls behind: the machine hears nothing of it from now on."""
+        """Make a process fall behind: the machine receives no event of it from now on."""
         self._behind.setdefault(shard, deque())
 
     def catch_up(self, shard: int) -> Iterator[ev.WorkerEvent]:
-        """A process has done everything that it was late with."""
+        """Deliver all events with which a process was late."""
         for event in self._behind.pop(shard, ()):
             yield from self._events.hear(shard, event)
 
     def lose_connection(self, shard: int, view: ViewNumber) -> Iterator[ev.WorkerEvent]:
-        """A process has lost a connection to the same shard of another worker."""
+        """Break the connection of a process to the same shard of another worker."""
         reason = f"shard {shard} has lost a connection"
         yield from self._events.hear(shard, ev.GroupBroken(view, reason))
 
     def begin(self, view: ViewNumber) -> None:
-        """A view begins: what only some have done before is not waited for."""
+        """Begin a view: work that only some processes have done before is dropped."""
         self._events.begin(view)
 
 
 @dataclass
 class Further:
-    """The processes of a worker on one of its further nodes."""
+    """Keeps the processes of a worker on one of its further nodes."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -84,20 +85,20 @@ class Further:
 
 
 class FurtherNodes:
-    """The processes on further nodes of all workers."""
+    """Keeps the processes on further nodes of all workers."""
 
     def __init__(self) -> None:
         self._all: list[Further] = []
 
     def add(self, further: Further) -> None:
-        """A node starts its processes of a worker."""
+        """Start the processes of a worker on a node."""
         self._all.append(further)
 
     def of(self, worker: WorkerId, incarnation: Incarnation) -> list[Further]:
-        """Those of one worker that live, by place."""
+        """Return the processes of one worker that live, by place."""
         key = (worker, incarnation)
         return [f for f in self._all if f.alive and (f.worker, f.incarnation) == key]
 
     def on(self, node: AgentId) -> Iterable[Further]:
-        """Those that live on a node."""
+        """Return the processes that live on a node."""
         return [each for each in self._all if each.alive and each.node == node]

@@ -1,4 +1,4 @@
-"""How stories write down what the machines do: one short line for each effect.
+"""Writes down the acts of the machines for stories: one short line for each effect.
 
 Statuses, directives and reports carry whole states; a story shows only the news in them. Numbers
 that only order messages, clocks and default values are left out.
@@ -47,7 +47,7 @@ def together(names: Sequence[str]) -> str:
 
 
 def merged(blocks: Iterable[Block]) -> list[str]:
-    """Write neighbours that do the same as one, and leave out those that do nothing."""
+    """Write neighbours that do the same as one, and leave out the idle ones."""
     groups: list[tuple[list[str], tuple[str, ...]]] = []
     for who, lines in blocks:
         if not lines:
@@ -288,7 +288,7 @@ _PURPOSES = {Purpose.HOSTED: "", Purpose.AUDITED: " to audit", Purpose.SPECULATI
 
 
 def gather_text(effect: ef.Gather) -> str:
-    """Write what a member sends to all others."""
+    """Write what a member sends to all other members."""
     row = effect.row
     match effect.topic:
         case Topic.VOTE:
@@ -318,7 +318,7 @@ def _vote_text(vote: Vote) -> str:
 
 
 def reduce_text(effect: ef.Reduce, members: int) -> str:
-    """Write which sum begins, and whose results count if not everybody's do."""
+    """Write which sum begins, and whose results count if not all do."""
     counted = list(effect.counted)
     ranks = "" if len(counted) == members else f", only ranks {several(counted)} count"
     return f"sum step {effect.step}{ranks}"

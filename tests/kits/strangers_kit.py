@@ -213,7 +213,7 @@ def list_commands(world: Path) -> Iterator[list[str]]:
 
 
 def is_about(argv: list[str], path: Path) -> bool:
-    """Return whether a command is the first of those that read such a file by their own code."""
+    """Return whether a command is the first to read such a file by its own code."""
     which = " ".join(argv[:2]) if argv[0] in ("ckpt", "data", "ledger", "incident") else argv[0]
     readers = READERS.get(path.name) or READERS.get(path.suffix) or READERS.get(path.parent.name)
     return which in (readers or ("ckpt verify", "data verify", "explain"))

@@ -1,4 +1,4 @@
-"""Shared by the tests of coordinators: waiting for other processes, and a job to coordinate."""
+"""Helps the tests of coordinators: waits for other processes, and jobs to coordinate."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def start_etcd(path: Path, size: int = 3, tls: dict[str, str] | None = None) -> 
 
 
 class CoordinatorProcess:
-    """One coordinator as the launcher starts it."""
+    """Runs one coordinator as the launcher starts it."""
 
     def __init__(self, run_dir: RunDir, *options: str) -> None:
         with socket.create_server((HOST, 0)) as listener:

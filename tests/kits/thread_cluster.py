@@ -1,8 +1,8 @@
-"""A whole job in threads of one process: real machines, drivers, engines; transport in memory.
+"""Runs a whole job in threads of one process: real machines, drivers, engines; transport in memory.
 
 The test's own thread is the control plane: a coordinator and one agent, in real time. Each worker
 is a thread that runs a script with a Job of its own. Workers die where the script or the transport
-says so: their connections end, and nothing of them is heard any more.
+ends them: their connections end, and no message of theirs arrives any more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from holdfast.lab.contracts.memory_transport import MemoryNetwork, MemoryTranspo
 from joiner_gate import JoinerGate
 
 HANG_S = 60.0
-ROUNDS_TO_FAIL = 20  # rounds of the control plane: a failing process takes a while to report
+ROUNDS_TO_FAIL = 20  # rounds of the control plane; a failing process takes a while to report
 LOOK_S = 0.01  # between two looks at the clock
 BEAT_S = 0.2
 SOON_S = 5.0  # back-offs are shorter, and quarantines longer
@@ -80,7 +80,7 @@ class MortalDriver(Driver):
 
 
 class ThreadWorker:
-    """One worker: its driver, its script's thread, and the connection to the control plane."""
+    """Is one worker: its driver, its script's thread, and the connection to the control plane."""
 
     def __init__(
         self, cluster: ThreadCluster, worker: WorkerId, incarnation: Incarnation, spec: JobSpec
@@ -106,7 +106,7 @@ class ThreadWorker:
 
     @property
     def expects_change(self) -> bool:
-        """Return whether it knows that its view is about to be left as planned."""
+        """Return whether it knows of the planned end of its view."""
         return self._machine._standing.is_change_pending
 
     def transport(self) -> MortalTransport:
@@ -147,7 +147,7 @@ class ThreadWorker:
             self._end(0)
 
     def _end(self, code: int, detail: str = "") -> None:
-        """End its process: whatever happened before is heard before its end, or never."""
+        """End its process: earlier messages arrive before the end, or never."""
         if self.alive:
             self.alive = False
             for transport in self.transports:
@@ -157,10 +157,11 @@ class ThreadWorker:
 
 
 class ThreadCluster:
-    """See the module's docstring. `kill_at`: worker and number of its exchange at which it dies.
+    """Runs a job as the module describes. `kill_at`: by worker, the exchange at which it dies.
 
     `damage_at`: a worker, and the number of its exchange in which a bit of a message is flipped.
-    `waits`: the others wait for a worker that died, so that it joins however late it comes back.
+    `waits`: the other workers wait for a worker that died, so that it joins however late it comes
+    back.
     """
 
     def __init__(
@@ -175,8 +176,8 @@ class ThreadCluster:
         self.network = MemoryNetwork()
         self.workers: dict[WorkerId, ThreadWorker] = {}  # the newest of each number
         self.errors: list[BaseException] = []
-        self.ended: set[WorkerId] = set()  # ended before the end of their script
-        self.damaging: list[MortalTransport] = []  # told to flip a bit
+        self.ended: set[WorkerId] = set()  # workers that ended before the end of their script
+        self.damaging: list[MortalTransport] = []  # transports ordered to flip a bit
         self.views: list[str] = []  # the coordinator's text on each
         self.events: list[tuple[str, str]] = []  # the job's events: kind and text
         self._spec = spec
@@ -189,7 +190,7 @@ class ThreadCluster:
         self._outcome: str | None = None
         self._rounds = 0
         self._round = threading.Condition()
-        self._record: JobRecord | None = None  # the newest one that a coordinator has kept
+        self._record: JobRecord | None = None  # the newest record that a coordinator has kept
         self._away = False  # whether the coordinator is away
         self.term = 0  # the coordinator's term
         self._restart_coordinator()
@@ -261,7 +262,7 @@ class ThreadCluster:
         return [text for each, text in self.events if each == kind]
 
     def later(self, action: Callable[..., None], *arguments: object) -> None:
-        """Have the control plane's thread do something."""
+        """Run something in the control plane's thread."""
         self._calls.put(lambda: action(*arguments))
 
     def lose_coordinator(self) -> None:
@@ -269,10 +270,10 @@ class ThreadCluster:
         self._away = True
 
     def on_view(self, text: str) -> None:
-        """Do nothing; a test may act here when the node has heard of a view."""
+        """Do no work; a test may act here when the node has received a view."""
 
     def pass_rounds(self, count: int) -> None:
-        """Wait while the control plane goes on."""
+        """Wait for some rounds of the control plane."""
         with self._round:
             until = self._rounds + count
             self._round.wait_for(lambda: self._rounds >= until, HANG_S)
@@ -291,7 +292,7 @@ class ThreadCluster:
         if worker.incarnation == 1 and self._kill_at.get(worker.worker) == worker.exchanges:
             worker.die()
         if not worker.alive and threading.current_thread().name == "holdfast-backup":
-            raise Aborted("its worker has ended")  # nobody hears how that thread ends
+            raise Aborted("its worker has ended")  # the end of this thread is not reported
         if not worker.alive:
             raise Killed
 
@@ -305,7 +306,7 @@ class ThreadCluster:
 
     def tell_coordinator(self, event: ce.CoordinatorEvent) -> None:
         if self._away:
-            return  # nobody hears it
+            return  # the message is lost
         for effect in self._coordinator.handle(event, time.monotonic()):
             match effect:
                 case ce.Persist(record):
@@ -335,7 +336,7 @@ class ThreadCluster:
                     if self.workers[worker].incarnation == incarnation:
                         self.workers[worker].die()
                 case _:
-                    pass  # nothing is paused here, and the agent's end is the job's
+                    pass  # no worker is paused here, and the agent's end is the job's
 
     def _spawn(self, worker: WorkerId, incarnation: Incarnation) -> None:
         process = self.workers[worker] = ThreadWorker(self, worker, incarnation, self._spec)

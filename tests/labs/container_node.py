@@ -108,7 +108,7 @@ class ContainerNode:
         )
 
     def send(self, signal_: signal.Signals) -> None:
-        """Stop the kubelet but not its pods, or let it go on."""
+        """Stop the kubelet but not its pods, or continue it."""
         self._running["kubelet"].send_signal(signal_)
 
     def shut_down(self) -> None:

@@ -37,7 +37,7 @@ BUILD_S = 600.0
 
 
 def missing() -> str:
-    """Return why no image can be built and run here; empty if one can."""
+    """Return the reason why no image can be built and run here; empty if one can."""
     for name in PROGRAMS:
         if not shutil.which(name):
             return f"{name} is not installed (package {name})"
@@ -129,7 +129,7 @@ class ImageStore:
 
 
 def run(command: Sequence[str], more: dict[str, str] | None = None) -> str:
-    """Return what a command prints; its errors if it fails."""
+    """Return the output of a command; its errors if it fails."""
     done = subprocess.run(
         command,
         env={**os.environ, **(more or {})},
@@ -175,7 +175,7 @@ def find_linked() -> list[str]:
 
 
 def find_packed() -> list[str]:
-    """Return the packages that pip needs beside torch to install Holdfast."""
+    """Return the packages that pip needs besides torch to install Holdfast."""
     direct = [each.name for each in requirements("holdfast", EXTRAS) if each.name != "torch"]
     return sorted(find_needed([*direct, "setuptools"]))
 

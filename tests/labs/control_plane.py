@@ -1,8 +1,7 @@
 """Runs a real Kubernetes control plane on this machine for tests: its servers, no nodes.
 
 The binaries are found as envtest finds them: in the folder KUBEBUILDER_ASSETS, or in the path in a
-variable such as TEST_ASSET_KUBE_APISERVER; then on PATH. docs/kubernetes.md explains how to get
-them.
+variable like TEST_ASSET_KUBE_APISERVER; then on PATH. docs/kubernetes.md explains how to get them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def find_binary(name: str) -> str:
 
 
 def missing() -> str:
-    """Return why there can be no control plane here; empty if there can."""
+    """Return the reason why there can be no control plane here; empty if there can."""
     lacking = [name for name in BINARIES if not find_binary(name)]
     where = f"docs/kubernetes.md says how to get them; {ASSETS} says where they are"
     return f"no {', '.join(lacking)}: {where}" if lacking else ""

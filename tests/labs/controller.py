@@ -1,7 +1,7 @@
-"""Runs a controller of Kubernetes, Kueue or JobSet, beside the control plane of a test.
+"""Runs a controller of Kubernetes, Kueue or JobSet, next to the control plane of a test.
 
-A folder has its program, the manifests of its types, and that of its webhooks, as the scripts that
-build controllers leave them.
+A folder has its program, the manifests of its types, and the manifest of its webhooks, as the
+scripts that build controllers leave them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Controller:
         self._running: subprocess.Popen[bytes] | None = None
 
     def start(self, settings: Mapping[str, Any], around: Sequence[str] = ()) -> None:
-        """Start it, with these settings beside the addresses; wait until it is ready.
+        """Start it, with these settings and the addresses; wait until it is ready.
 
         `around`: a command that runs the program, whose words come after it.
         """

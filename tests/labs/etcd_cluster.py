@@ -37,7 +37,7 @@ class EtcdCluster:
 
     @staticmethod
     def available() -> str:
-        """Return why there can be no cluster here; empty if there can."""
+        """Return the reason why there can be no cluster here; empty if there can."""
         return "" if shutil.which("etcd") else "`etcd` is not installed (package etcd-server)"
 
     def __enter__(self) -> EtcdCluster:
@@ -147,7 +147,7 @@ class EtcdCluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Find ports that nothing listens on, below those that the kernel gives to clients."""
+    """Find ports without a listener, below the ports that the kernel gives to clients."""
     found: list[int] = []
     dice = random.SystemRandom()  # two runs of the tests at once may have seeded the other alike
     while len(found) < count:

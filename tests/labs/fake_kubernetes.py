@@ -2,7 +2,7 @@
 
 It treats objects as the real one does in the points that matter: names are taken, uids are new, a
 pod's kubelet deletes it after its grace period, selectors choose. Kubelets are those of the test
-kit (kubelet.py). Nothing is validated; a schema does that (kubernetes-validate).
+kit (kubelet.py). It validates no object; a schema does that (kubernetes-validate).
 
 The same cases run against a real control plane (test_kubernetes_jobs.py and
 test_kubernetes_coordinators.py; docs/kubernetes.md names the versions). They compare with it:
@@ -90,7 +90,7 @@ class FakeKubernetes:
     """Keeps all objects; used as a context manager it serves them at `url`.
 
     `backoff_s`: how long a Job waits after the first failure of a pod. A real one waits for 10 s.
-    `away` has it answer nothing. A node whose lease is not renewed for `grace_s` is unreachable and
+    `away`: it never answers. A node whose lease is not renewed for `grace_s` is unreachable and
     loses its pods: kubelets may be late while other programs are at work.
     """
 

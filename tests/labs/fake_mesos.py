@@ -52,7 +52,7 @@ class FakeMesos:
     """Keeps agents, frameworks and tasks; used as a context manager it serves them at `url`.
 
     It is the harness of the contract as well. All masters know the same, as through the registry
-    and the agents that come again; one leads, and the others send callers there.
+    and the agents that come again; one leads, and the other ones send callers there.
     """
 
     def __init__(self, folder: Path, hosts: int = 4, masters: int = 1) -> None:
@@ -227,7 +227,7 @@ class FakeMesos:
         return MesosManager(session, framework, OrderBook(folder / ORDERS))
 
     def kill(self, host: str) -> None:
-        """Have a host die; the master notices at once (Master::removeSlave)."""
+        """Make a host die; the master notices at once (Master::removeSlave)."""
         with self.lock:
             agent = self.agents[host]
             agent.up = False
@@ -273,7 +273,7 @@ class FakeMesos:
                 self._disconnect()
 
     def fail_over(self, known_in_s: float = 0.0) -> None:
-        """Have the next master lead, which knows the agents after a while."""
+        """Make the next master lead, which knows the agents after a while."""
         with self.lock:
             self.leader = (self.leader + 1) % len(self._masters)
             for agent in self._agents():
@@ -281,7 +281,7 @@ class FakeMesos:
             self._disconnect()
 
     def mute(self) -> None:
-        """Have nothing arrive on the subscriptions there are, as behind a broken network."""
+        """Silence the present subscriptions, as behind a broken network."""
         with self.lock:
             self.knobs.muted += [each.stream for each in self.frameworks.values()]
 

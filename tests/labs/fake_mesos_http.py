@@ -26,7 +26,7 @@ HANG_UP = 0  # in place of a status: no answer
 
 
 class MesosMaster:
-    """Serves one master; unless it leads, it sends callers to the one that does."""
+    """Serves one master; unless it leads, it sends callers to the leading one."""
 
     def __init__(self, fake: FakeMesos, number: int) -> None:
         self._fake = fake
@@ -101,7 +101,7 @@ class MesosMaster:
 
     def _list_agents(self, request: BaseHTTPRequestHandler) -> None:
         if self._fake.knobs.shy:
-            reply(request, 403)  # nobody may: docs/authorization.md
+            reply(request, 403)  # no user may: docs/authorization.md
             return
         # Operator, GET_AGENTS.
         agents = [
@@ -167,7 +167,7 @@ class MesosMaster:
             knobs = self._fake.knobs
             muted = stream in knobs.muted
             if wait_readable([request.connection], LOOK_S if muted else 0.0):
-                return  # nothing is sent on this connection: it is closed
+                return  # no more bytes are sent on this connection: it is closed
             if muted:
                 continue
             try:
@@ -187,7 +187,7 @@ class MesosMaster:
 
 
 def who(request: BaseHTTPRequestHandler, passwords: dict[str, str]) -> str | None:
-    """Return the user that a request proves, "" if nobody is asked; None if nothing is proved."""
+    """Return the user that a request proves, "" if none is asked for; None if it proves none."""
     if not passwords:
         return ""
     kind, _, text = (request.headers.get("Authorization") or "").partition(" ")
@@ -213,7 +213,7 @@ def reply(
 
 
 def refusal(fake: FakeMesos, info: dict[str, Any], user: str) -> str:
-    """Return why a framework may not subscribe (Master::subscribe)."""
+    """Return the reason why a framework may not subscribe (Master::subscribe)."""
     id_, role = info.get("id", {}).get("value"), info["roles"][0]
     if role not in fake.knobs.roles:
         return f"Role '{role}' is not present in the master's --roles"
@@ -295,7 +295,7 @@ def accept(fake: FakeMesos, framework: FakeMesosFramework, told: dict[str, Any])
 
 
 def refuse(until: dict[str, float], agent: str, told: dict[str, Any]) -> None:
-    # mesos.proto, Filters: 5 seconds unless something else is said.
+    # mesos.proto, Filters: 5 seconds unless the call sets another time.
     seconds = float(told.get("filters", {}).get("refuse_seconds", 5.0))
     until[agent] = time.monotonic() + seconds
 

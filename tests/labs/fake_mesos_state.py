@@ -116,9 +116,9 @@ class FakeMesosFramework:
 class MesosKnobs:
     """Sets what the masters do wrong, or differently.
 
-    `failing`: how many of the next calls fail. `lost`: kinds of calls that are carried out, and
-    not answered. `muted`: subscriptions on which nothing arrives. `passwords`: by user; without any
-    nobody is asked. `missing`: there is no Mesos at this address. `shy`: nobody may list agents.
+    `failing`: how many of the next calls fail. `lost`: kinds of calls that are carried out, and not
+    answered. `muted`: subscriptions that stay silent. `passwords`: by user; without any, no caller
+    is asked. `missing`: there is no Mesos at this address. `shy`: no caller may list agents.
     `away`: no master answers.
     """
 

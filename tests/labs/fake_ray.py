@@ -1,4 +1,4 @@
-"""Plays what a driver of Ray says, and the cluster behind it: without Ray, with real processes.
+"""Plays the output of a driver of Ray, and the cluster behind it: without Ray, with real processes.
 
 It stands where RayLink does, and is a harness for the contract of adapters. An actor is a process
 of this machine that makes the same object as a real one.

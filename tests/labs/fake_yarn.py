@@ -5,14 +5,14 @@ names, states and numbers only: yarn_answers.json has each, with its request and
 real one was seen to answer is 404. A real process runs for each container, and is replaced when it
 ends. These rules were seen, too:
 
-* A raise of the number of containers, and a container that ends, replace what is still pending.
+* A raise of the number of containers, and a container that ends, replace those still pending.
 * A decommissioned instance lowers the number; its name is not used again.
 * A stopped service is STOPPED, its application FINISHED; after a kill they are STOPPED and KILLED,
   after two failures of the master FAILED and FAILED. The application of a destroyed service stays.
 * Where the services API is off, the web server answers by itself: 500 at first, then 404.
 
 It guesses: all times, which are shorter here; the racks; which host is chosen; that a master which
-starts again finds all containers; what a call says that fails for other reasons (`failing`).
+starts again finds all containers; the answers to calls that fail for other reasons (`failing`).
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class FakeService:
 class FakeYarn:
     """Keeps all services and nodes; used as a context manager it serves them at `url`.
 
-    It is the harness of the contract as well. `away`: it answers nothing. `off`: the services API
-    is switched off. `failing`: the number of the next requests, which all fail. `start_s`: until a
+    It is the harness of the contract as well. `away`: it never answers. `off`: the services API is
+    switched off. `failing`: the number of the next requests, which all fail. `start_s`: until a
     master is up. `full`: no container is allocated; the scheduler then answers `activities`, a
     recorded answer, of the hosts `described`. `blind`: hosts whose containers do not see the run
     directory.
@@ -438,7 +438,7 @@ class FakeYarn:
                         kill_tree(container.process.pid)
 
     def restart_master(self, service: FakeService, within_s: float) -> None:
-        """Have a service's master fail; its containers go on until the next one takes them over."""
+        """Make a service's master fail; its containers continue until the next one takes over."""
         service.up_at = time.monotonic() + within_s
 
     def stop(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs a real JobSet controller beside the control plane of a test, and a job as a JobSet.
+"""Runs a real JobSet controller next to the control plane of a test, and a job as a JobSet.
 
 The folder that HOLDFAST_JOBSET names has its program and manifests, as `build_controller.sh` leaves
 them.

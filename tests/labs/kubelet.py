@@ -4,8 +4,8 @@
 
 It registers the node, renews its lease and its Ready condition, runs the pods that the scheduler
 has bound to the node, and ends deleted pods: the hook preStop, SIGTERM, and SIGKILL after the grace
-period. KUBECONFIG names the API. Images mean nothing here, all pods share the file system and the
-address of this machine, and paths below DIR stand for volumes.
+period. KUBECONFIG names the API. Images have no meaning here, all pods share the file system and
+the address of this machine, and paths below DIR stand for volumes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def marked(mark: str, value: str) -> list[int]:
 
 
 def kill_marked(mark: str, value: str) -> None:
-    """Kill all processes of a pod or node, and those that they still start."""
+    """Kill all processes of a pod or node, and the processes that they still start."""
     while found := marked(mark, value):
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -114,7 +114,7 @@ class Kubelet:
             except ApiError as error:
                 sys.stderr.write(f"kubelet {self._name}: {error}\n")
             except HTTPError:
-                pass  # the API is away: pods go on
+                pass  # the API is away: pods continue
             time.sleep(LOOK_S)
 
     def _look(self) -> None:
@@ -135,7 +135,7 @@ class Kubelet:
                 if (self._root / UNMOUNTABLE / self._name).exists():
                     self._fail_to_mount(pod)
                 else:
-                    with contextlib.suppress(ApiError):  # such as a Secret that is missing
+                    with contextlib.suppress(ApiError):  # for example, a Secret is missing
                         self._start(uid, pod)
             elif pod["status"].get("phase") == "Running":
                 self._tell(pod["metadata"]["namespace"], pod["metadata"]["name"], "Failed", 137)
@@ -143,7 +143,7 @@ class Kubelet:
     # ------------------------------------------------------------ the node
 
     def _renew(self) -> None:
-        """Register the node if it is not, and say that it is ready."""
+        """Register the node if it is not, and report that it is ready."""
         now = datetime.now(timezone.utc)
         heard = now.strftime("%Y-%m-%dT%H:%M:%SZ")
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
@@ -265,7 +265,7 @@ class Kubelet:
     def _get_secret(
         self, pod: dict[str, Any], container: dict[str, Any], name: str
     ) -> dict[str, Any]:
-        """Return a Secret; one that is missing keeps the pod waiting, as with a real kubelet."""
+        """Return a Secret; a missing one keeps the pod waiting, as with a real kubelet."""
         about = pod["metadata"]
         try:
             found = self._client.get(Secret, name, namespace=about["namespace"])
@@ -302,7 +302,7 @@ class Kubelet:
         if running.popen.poll() is not None and not running.told:
             self._kill(running)
             code = running.popen.returncode
-            # Other containers, which are not started here, would go on.
+            # Other containers, which are not started here, would continue.
             goes_on = len(pod["spec"]["containers"]) > 1 and deleted is None
             self._tell(
                 running.namespace,

@@ -48,7 +48,7 @@ class LabNode(Protocol):
         """Start the node's kubelet."""
 
     def kill(self) -> None:
-        """End the node with all its processes, without a word to anybody."""
+        """End the node with all its processes, without notice."""
 
     def remove(self) -> None:
         """Kill the node, and remove its files and mounts."""
@@ -176,15 +176,15 @@ class KubernetesCluster:
         self._nodes[host].start()
 
     def kill(self, host: str) -> None:
-        """End a node with all its processes, without a word to anybody."""
+        """End a node with all its processes, without notice."""
         self._nodes[host].kill()
 
     def freeze(self, host: str) -> None:
-        """Stop a node's kubelet but not its processes: the node is unreachable for others."""
+        """Stop a node's kubelet but not its processes: the control plane cannot reach the node."""
         self._nodes[host].send(signal.SIGSTOP)
 
     def break_mounts(self, host: str, broken: bool = True) -> None:
-        """Have a node mount no volume any more, so that it starts no pod; or mount them again."""
+        """Stop a node from mounting volumes, so that it starts no pod; or allow it again."""
         folder = self.folder / UNMOUNTABLE
         folder.mkdir(exist_ok=True)
         if broken:
@@ -193,16 +193,16 @@ class KubernetesCluster:
             (folder / host).unlink(missing_ok=True)
 
     def thaw(self, host: str) -> None:
-        """Let a node's kubelet go on."""
+        """Continue a frozen kubelet."""
         self._nodes[host].send(signal.SIGCONT)
 
     def drain(self, host: str, reason: str) -> None:
-        """Cordon a node, and say why."""
+        """Cordon a node, and record the reason."""
         about = {"annotations": {REASON: reason}}
         self._patch_node(host, {"metadata": about, "spec": {"unschedulable": True}})
 
     def bring_back(self, host: str) -> None:
-        """Have a node that was killed or drained take part again."""
+        """Make a node that was killed or drained take part again."""
         self._patch_node(host, {"spec": {"unschedulable": None}})
         self.start(host)
 
@@ -259,7 +259,7 @@ class KubernetesCluster:
             raise Refused(str(answer.json()["message"]))
 
     def until(self, ready: Callable[[], Any], what: str, within_s: float = UP_S) -> Any:
-        """Look until something is true; the API may be away meanwhile."""
+        """Look until something is true; the API may be away in that time."""
         deadline = time.monotonic() + within_s
         while True:
             with contextlib.suppress(httpx2.HTTPError):

@@ -49,7 +49,7 @@ class KubernetesRun:
         self.cluster.apply([*objects, volume(self.cluster.folder)])
 
     def where(self) -> list[str]:
-        """Return the options that say where pods run. All are processes of this machine."""
+        """Return the options for the places of pods. All are processes of this machine."""
         port = str(free_ports(1)[0])
         words = ["--image", "none", "--workdir", str(SCRIPTS), "--port", port]
         return [*words, "--host", "127.0.0.1", "--run-dir", str(self.run_dir.path)]
@@ -68,7 +68,7 @@ class KubernetesRun:
             raise AssertionError(f"{error}\n{self.log()}") from None
 
     def serving(self) -> list[str]:
-        """Return the agents that have work; none while somebody does not answer."""
+        """Return the agents that have work; none while some agent does not answer."""
         with contextlib.suppress(HoldfastError, OSError):
             return serving_nodes(self.status())
         return []
@@ -136,7 +136,7 @@ class KubernetesRun:
         ]
 
     def printed(self) -> str:
-        """Return all that the job's pods have printed."""
+        """Return the whole output of the job's pods."""
         paths = (self.cluster.folder / "pods").glob(f"{self.name}-*.log")
         return "\n".join(path.read_text() for path in paths)
 

@@ -1,4 +1,4 @@
-"""Runs a real Kueue beside the control plane of a test, with one queue.
+"""Runs a real Kueue next to the control plane of a test, with one queue.
 
 The folder that HOLDFAST_KUEUE names has its program and manifests, as `build_controller.sh`
 leaves them.
@@ -24,7 +24,7 @@ METRICS = "/etc/kueue/metrics/certs"
 
 
 def missing() -> str:
-    """Return why Kueue cannot run here; empty if it can."""
+    """Return the reason why Kueue cannot run here; empty if it can."""
     folder = os.environ.get(FOLDER, "")
     if not folder or not os.access(Path(folder, "kueue"), os.X_OK):
         return f"{FOLDER} names no folder with Kueue: `make kubernetes-lab` builds it"
@@ -37,7 +37,7 @@ class Kueue:
     """Runs Kueue with a queue of some cores, while used as a context manager.
 
     `config`: a kubeconfig file of an administrator. The queue is called `training`, and works of
-    the priority `urgent` preempt all others.
+    the priority `urgent` preempt all other works.
     """
 
     def __init__(self, folder: Path, config: Path, cores: int) -> None:

@@ -7,7 +7,8 @@
         lab.heal(fault)
         assert run.wait(60.0) == 0
 
-The coordinator and node 0 are on host 0; the others join from theirs. All share the run directory.
+The coordinator and node 0 are on host 0; the other nodes join from their own hosts. All share the
+run directory.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class LabRun(LocalRun):
             node.wait()
 
     def join(self, host: Host) -> subprocess.Popen[Any]:
-        """Have a host join the job (again)."""
+        """Make a host join the job (again)."""
         address, port = self.run_dir.address()
         self._outputs.append(self.run_dir.path / f"node{host.index}-{len(self.nodes)}.out")
         with open(self._outputs[-1], "wb") as output:
@@ -69,7 +70,7 @@ class LabRun(LocalRun):
         return node
 
     def last_lines(self) -> set[str]:
-        """Return the last line that each node has printed; only the leader's says much."""
+        """Return the last line that each node has printed; only the leader's has details."""
         printed = ["\n".join(self.out), *(path.read_text() for path in self._outputs)]
         return {text.splitlines()[-1] for text in printed if text.strip()}
 

@@ -1,6 +1,6 @@
 """Runs further nodes of a local run's job on this machine, each an agent with its own processes.
 
-Nothing is faked or recorded: agents, workers and connections are real. It is a guess that they
+No part is faked or recorded: agents, workers and connections are real. It is a guess that they
 behave as on machines of their own, because these nodes share one clock, disk, kernel and loopback
 network. They end by a signal, which closes their connections at once; a machine that loses its
 power or its network closes none (network_lab.py).
@@ -35,7 +35,7 @@ class LocalNodes:
             self.kill(name)
 
     def add(self, name: str, *options: str) -> subprocess.Popen[bytes]:
-        """Have a node join, under a name that no other node of the job has at present."""
+        """Make a node join, under a name that no other node of the job has at present."""
         host, port = self._run.run_dir.address()
         with open(self.output(name), "ab") as output:
             self._nodes[name] = subprocess.Popen(

@@ -22,8 +22,9 @@ VOTE_S = 0.002  # members see the end of a vote at different times
 class MadeUpExchange:
     """Simulates a job, and the report on its waits in each member's vote.
 
-    A member fills its buckets during the last part of its computing, sends each to all others, and
-    cannot begin with further ones while it waits. The messages of a link go one after the other.
+    A member fills its buckets during the last part of its computing, sends each to all other
+    members, and cannot begin with further ones while it waits. The messages of a link go one after
+    the other.
     """
 
     def __init__(self, size: int, dice: random.Random, message_s: float, overlap: float) -> None:

@@ -3,7 +3,7 @@
     with Lab(3) as lab:
         server = lab.hosts[0].popen([sys.executable, "server.py", lab.hosts[0].address])
         client = lab.hosts[1].popen([sys.executable, "client.py", lab.hosts[0].address])
-        fault = lab.cut(lab.hosts[1])       # silence: nothing is refused, nothing is closed
+        fault = lab.cut(lab.hosts[1])       # silence: no refusal, and no connection is closed
         lab.heal(fault)
         lab.hosts[0].crash()                # every process there is killed at once
 
@@ -11,12 +11,12 @@ A host is a Linux network namespace with its own loopback and one interface, `et
 that all hosts of the lab share and that leads nowhere else. Only the network is separate. Processes
 of all hosts share the file system, /proc, the process ids and the host name, so that they can be
 signalled and read as usual, and sockets in the file system (AF_UNIX with a path) connect across
-hosts whatever is cut. Abstract AF_UNIX names are a part of the network and stay within a host.
+hosts through every cut. Abstract AF_UNIX names are a part of the network and stay within a host.
 /sys/class/net shows the machine's interfaces; /proc/net and the kernel's news are the host's.
 
-Frames are lost inside the switch, so a cut is silent for both sides: nothing is refused, no link
-goes down, and no address becomes unreachable, since every host knows all hardware addresses from
-the start. Delays are not made here but by relays (relay.py), since some kernels lack netem.
+Frames are lost inside the switch, so a cut is silent for both sides: no connection is refused, no
+link goes down, and no address becomes unreachable, since every host knows all hardware addresses
+from the start. Delays are not made here but by relays (relay.py), since some kernels lack netem.
 
 The namespaces have no names. Only open file descriptors of the owner, the process that made the
 lab, keep them alive, so two labs cannot clash, and the kernel removes them with their interfaces
@@ -24,7 +24,7 @@ and rules however the owner dies. Processes may be left behind; they carry the o
 their environment, and the next lab kills those whose owner is gone.
 
 Needs root (or a user namespace: `unshare --user --map-root-user --net pytest ...`), `ip` and `nft`.
-`Lab.available()` says what is missing. This module must know nothing about jobs.
+`Lab.available()` returns the parts that are missing. This module must not depend on jobs.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class Host:
     def entered(self) -> Iterator[None]:
         """Move the calling thread alone into this host; sockets it makes there stay in the host.
 
-        Processes started meanwhile run here, too. Nothing else changes; do not `await` inside.
+        Processes started in this time run here, too. It changes only the network; do not `await`
+        inside.
         """
         with _entered(self.fd):
             yield
@@ -159,7 +160,7 @@ class Fault:
         self.heal()
 
     def heal(self) -> None:
-        """Heal this fault; nothing happens if it has been healed already."""
+        """Heal this fault; a fault that has been healed already stays healed."""
         self._lab.heal(self)
 
     def dropped(self) -> int:
@@ -187,7 +188,7 @@ class Lab:
     @staticmethod
     @functools.cache
     def available() -> str:
-        """Return why labs do not work here, by making one the first time; empty if they do."""
+        """Return the reason why labs do not work here, after a first try; empty if they do."""
         if sys.platform != "linux":
             return f"network namespaces need Linux, and this is {sys.platform}"
         try:
@@ -211,7 +212,7 @@ class Lab:
         self._open.close()
 
     def cut(self, host: Host, direction: Direction | str = Direction.BOTH) -> Fault:
-        """Separate `host` from all others; "in" loses frames sent to it, "out" those it sends."""
+        """Cut `host` off from the other hosts; "in" loses frames sent to it, "out" its own."""
         self._know(host)
         names = [known.value for known in Direction]
         if direction not in (*Direction, *names):
@@ -250,7 +251,7 @@ class Lab:
         return self._add(f"{name} {percent:g} %", [rule + dice for rule in rules])
 
     def heal(self, *faults: Fault) -> None:
-        """End these faults at the same instant; one that has been healed already is passed over."""
+        """End these faults at the same instant; a fault that has been healed already is skipped."""
         ending = [fault for fault in self.faults if fault in faults]
         if ending:
             counts = self._counts()
@@ -300,7 +301,7 @@ class Lab:
 
     def _connect(self) -> None:
         """Make the switch and plug every host in."""
-        # Without this every interface would tell its own IPv6 address to all.
+        # Without this every interface would announce its own IPv6 address.
         quiet = "addrgenmode none" if os.path.exists("/proc/sys/net/ipv6") else ""
         lines = [
             "link add name switch type bridge stp_state 0 forward_delay 0",
@@ -333,7 +334,7 @@ class Lab:
 
     def _empty(self) -> None:
         """Kill all processes, then remove the switch's ports: the cables go with them."""
-        # The faults are healed first: the others then get the last packets of the dead, and no
+        # The faults are healed first: the other hosts then get the last packets of the dead, and no
         # half-closed connection is left for the kernel to time out.
         with contextlib.suppress(WorldError):  # the steps below matter more
             self.heal_all()
@@ -394,7 +395,7 @@ def _processes() -> list[int]:
 
 
 def _kill_all(doomed: Callable[[int], bool]) -> int:
-    """Kill until no doomed process lives; they may go on starting others meanwhile."""
+    """Kill until no doomed process lives; they may still start new ones in this time."""
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_S
     while found := [pid for pid in _processes() if doomed(pid)]:
@@ -404,7 +405,7 @@ def _kill_all(doomed: Callable[[int], bool]) -> int:
             with contextlib.suppress(ProcessLookupError):
                 handle = os.pidfd_open(pid)
                 try:
-                    if doomed(pid):  # still, or another process has got its number meanwhile
+                    if doomed(pid):  # still doomed, or another process has got its number by now
                         signal.pidfd_send_signal(handle, signal.SIGKILL)
                         killed.add(pid)
                 finally:
@@ -414,7 +415,7 @@ def _kill_all(doomed: Callable[[int], bool]) -> int:
 
 
 def _await_carrier(namespace_fd: int, device: str) -> None:
-    """Wait until a device sends what it is given: until then the kernel drops it silently.
+    """Wait until a device sends its frames: until then the kernel drops them silently.
 
     It has noticed the carrier some time after both ends are up, later on a busy machine.
     """
@@ -453,7 +454,7 @@ def _call(name: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def _returning() -> Iterator[None]:
-    """Bring the calling thread back to its network namespace, wherever it goes meanwhile."""
+    """Bring the calling thread back to its network namespace, whatever network it enters here."""
     home = os.open(THREAD_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _call("setns", home, CLONE_NEWNET)  # the way back, tried first: some may leave for ever

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-SETTLE_S = 60.0  # the longest time for which a host may be there, admitted and wanted in vain
+SETTLE_S = 60.0  # the longest time for which a host may be there and admitted without work
 LOOK_S = 0.2
 PRESENT_MIN = 2  # hosts that an operator leaves to the job
 AWAY_MAX_S = 12.0
@@ -40,7 +40,7 @@ class OperatedJob(Protocol):
         ...
 
     def serving(self) -> Mapping[str, str]:
-        """Return the hosts of the nodes that train; empty while somebody does not answer."""
+        """Return the hosts of the nodes that train; empty while some node does not answer."""
         ...
 
     def kill(self, host: str) -> None: ...
@@ -48,7 +48,7 @@ class OperatedJob(Protocol):
     def drain(self, host: str, reason: str) -> None: ...
 
     def bring_back(self, host: str) -> None:
-        """Have a host that was killed or drained take part again."""
+        """Make a host that was killed or drained take part again."""
         ...
 
     def away(self, away: bool) -> None:

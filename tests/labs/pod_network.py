@@ -2,9 +2,9 @@
 
 Each pod has an address of its own on the bridge, by the reference plugins of the Container Network
 Interface (Debian's containernetworking-plugins), and all of them reach each other and this machine.
-Only two services have addresses that work, since there is no kube-proxy: the API's, where the API
-server itself listens, and that of DNS, where CoreDNS does. The headless Service of a
-job needs no other.
+Only two services have addresses that work, because there is no kube-proxy: the API's, where the API
+server itself listens, and the service of DNS, where CoreDNS does. The headless Service of a job
+needs no other.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def ip(*words: str) -> str:
 
 
 def find_unused() -> int:
-    """Return a second number of an address 10.X that nothing on this machine uses."""
+    """Return a second number of an address 10.X that is unused on this machine."""
     used = TABLE.read_text()
     dice = random.SystemRandom()
     return next(n for n in iter(lambda: dice.randrange(128, 256), None) if f" 10.{n}." not in used)

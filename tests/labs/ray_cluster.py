@@ -52,7 +52,7 @@ class RayCluster:
 
     @staticmethod
     def missing() -> str:
-        """Return what is missing here; empty if nothing is."""
+        """Return the programs that are missing here; empty if all are here."""
         return "" if importlib.util.find_spec("ray") else "Ray is not installed: holdfast[ray]"
 
     def __enter__(self) -> RayCluster:
@@ -154,7 +154,7 @@ class RayCluster:
             kill_tree(pid)
 
     def kill_actor(self, name: str) -> None:
-        """Have Ray kill an actor, as any of its users could."""
+        """Make Ray kill an actor, as any of its users could."""
         script = "import sys, ray; ray.init(sys.argv[1], namespace=sys.argv[2]); "
         script += "ray.kill(ray.get_actor(sys.argv[3]))"
         self._run("-c", script, self.address, NAMESPACE, name)
@@ -171,7 +171,7 @@ class RayCluster:
 
     def bring_back(self, host: str) -> None:
         """Start a host again that was killed or drained."""
-        self.kill(host)  # Ray ends a drained one itself, once nothing runs there
+        self.kill(host)  # Ray ends a drained one itself, once no task runs there
         assert self._start_host(host).wait(WAIT_S) == 0, self._log(host)
 
     def away(self, away: bool) -> None:

@@ -4,7 +4,7 @@ It makes delays and narrow paths without netem, which some kernels lack.
 
     with Relay(host, delay_s=0.05, rate_bytes_s=10e6) as relay:
         ...                     # whatever connects from this host to another now goes through it
-        relay.pause()           # nothing moves, nothing closes
+        relay.pause()           # no byte moves, no connection closes
         relay.resume()
         relay.reset()           # every connection ends with a reset, on both sides
 
@@ -95,7 +95,7 @@ class Relay:
         self._open.close()
 
     def pause(self) -> None:
-        """Pass nothing on from now; new connections reach only the relay."""
+        """Hold all bytes back from now; new connections reach only the relay."""
         self._ask(do="pause")
 
     def resume(self) -> None:
@@ -265,7 +265,7 @@ class _Proxy:
 
 
 async def _all(*works: Awaitable[None]) -> None:
-    """Wait until all are done; if one fails, cancel the others."""
+    """Wait until all are done; if one fails, cancel the other ones."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -55,8 +55,8 @@ def jars() -> Path:
 class YarnLab:
     """Keeps the servers of one cluster; used as a context manager. `folder`: theirs.
 
-    `settings`: further properties. The beginning of a name says in which file it belongs; those of
-    core-site.xml are the ResourceManager's alone.
+    `settings`: further properties. The beginning of a name gives the file to which it belongs;
+    those of core-site.xml are the ResourceManager's alone.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class YarnLab:
             kill_tree(pid)
 
     def drain(self, host: str) -> None:
-        """Decommission a host, which may go on for an hour."""
+        """Decommission a host, which may take an hour."""
         self._exclude([*self._excluded(), host])
 
     def bring_back(self, host: str) -> None:
-        """Have a host that was killed or drained take part again."""
+        """Make a host that was killed or drained take part again."""
         if host in self._excluded():
             self._exclude([each for each in self._excluded() if each != host])
         process = self._processes.get(host)
@@ -161,7 +161,7 @@ class YarnLab:
         return sorted({name.partition("/")[0] for name in found if name})
 
     def service_files(self) -> list[Path]:
-        """Return what services have left below their base path."""
+        """Return the nodes that services have left below their base path."""
         return sorted(path for path in (self.folder / "services").rglob("*") if path.is_file())
 
     def applications(self) -> list[str]:
@@ -183,7 +183,7 @@ class YarnLab:
         ]
 
     def container_files(self) -> list[Path]:
-        """Return what containers have left in the hosts' local directories."""
+        """Return the files that containers have left in the hosts' local directories."""
         return sorted(self.folder.glob("nm*/local/usercache/*/appcache/*"))
 
     def away(self, away: bool) -> None:

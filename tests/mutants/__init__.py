@@ -1,1 +1,1 @@
-"""Plants random one-line bugs in what decides, and tells which of them no check notices."""
+"""Plants random one-line bugs in deciding code, and lists the bugs that no check notices."""

@@ -1,7 +1,7 @@
 """Runs the checks on one tree, in a process of its own: tests first, then simulated seeds.
 
-The process is forked from one that has imported the libraries of others that the tests need, but
-nothing of Holdfast, so that a check begins within a second. The first failure ends it.
+The process is forked from a process that has imported the external libraries of the tests, but no
+module of Holdfast, so that a check begins within a second. The first failure ends it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Watcher:
 
 
 def preload() -> None:
-    """Import others' libraries once, for all processes that are forked from this one."""
+    """Import the external libraries once, for all processes that are forked from this one."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     for name in PRELOADED:
@@ -97,7 +97,7 @@ def preload() -> None:
 
 
 def enter(root: Path) -> None:
-    """Make this process one that knows only this tree."""
+    """Make this process one which knows only this tree."""
     folders = [str(root / each) for each in ("src", "tests", "tests/kits", "tests/house")]
     sys.path[:] = [*folders, *(p for p in sys.path if not (Path(p) / "holdfast").exists())]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
@@ -109,7 +109,7 @@ def enter(root: Path) -> None:
 
 
 def _do_not_shrink() -> None:
-    """Have hypothesis stop at the first example that fails: nobody reads its examples here."""
+    """Make hypothesis stop at the first example that fails, because no person reads it here."""
     import hypothesis
 
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
@@ -181,7 +181,7 @@ def _seeds(known: Sequence[Seed]) -> Outcome:
 
 @contextlib.contextmanager
 def _at_most(limit_s: float) -> Iterator[None]:
-    """Bound the processor time, so that a busy machine ends nothing."""
+    """Bound the processor time, so that a busy machine ends no check."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         raise TookTooLong
@@ -273,7 +273,7 @@ def _noting_processes(reach: Reach) -> Iterator[None]:
 
 
 def reach(files: Sequence[str], root: Path) -> Tracer:
-    """Run the tests of these files and record what they reach."""
+    """Run the tests of these files and record the code that they reach."""
     tracer = Tracer(root)
     options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=300"]
     options += ["-c", str(root / "pyproject.toml"), "--rootdir", str(root), "--hypothesis-seed=0"]

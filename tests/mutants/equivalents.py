@@ -1,4 +1,4 @@
-"""Reads the list of mutants that change nothing anybody can observe, with the reasons."""
+"""Reads the list of mutants whose change no observer can notice, with the reasons."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Learns, in a tree without bugs, which functions each test reaches, and the result of each seed.
 
-The results are kept beside the tree, and learnt again when the code or a test file changes.
+The results are kept next to the tree, and learnt again when the code or a test file changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Learnt:
         self._seeds_of = seeds_of
 
     def plan(self, mutant: Mutant, planter: Planter, root: Path, test_s: float) -> checks.Plan:
-        """Choose the checks for a mutant: those that reach its function, or its module."""
+        """Choose the checks for a mutant: the checks that reach its function, or its module."""
         first = planter.first_lines.get(mutant.function)
         place = "" if first is None else f"{mutant.path}:{first}"
         if not any(place in each.calls for each in self._reached.values()):
@@ -66,7 +66,7 @@ class Learnt:
 
 
 def learn(bench: Bench, root: Path, files: Sequence[str], seeds: range) -> Learnt:
-    """Read the results kept beside the tree, and learn those that are missing."""
+    """Read the results kept next to the tree, and learn the missing ones."""
     store = root / ".mutants" / "learnt.json"
     known: dict[str, Any] = json.loads(store.read_text()) if store.exists() else {}
     code = _digest(sorted((bench.scratch / "src").rglob("*.py")))

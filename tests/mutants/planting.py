@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mutants.rules import Change, Knowledge, changes_of
 
-# Functions that word messages or check invariants; they decide nothing.
+# Functions that word messages or check invariants; they make no decision.
 UNTOUCHED_FUNCTIONS = ("__repr__", "__str__", "check", "check_view", "tell")
 UNTOUCHED_CALLS = ("require", "assert_never", "NewType", "TypeVar", "attrgetter", "setting")
 

@@ -60,7 +60,7 @@ class Knowledge:
                         kinds[each.name] = ast.unparse(each.returns)
 
     def siblings(self, name: str) -> list[str]:
-        """Return the fields that appear beside this one in any class, and have its type."""
+        """Return the fields that appear next to this one in any class, and have its type."""
         beside = [
             {other for other, kind in kinds.items() if kind == kinds[name]}
             for kinds in self.fields.values()

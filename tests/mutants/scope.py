@@ -1,4 +1,4 @@
-"""Defines where bugs are planted, and which tests run before all others.
+"""Defines where bugs are planted, and which tests run before all other tests.
 
 Tests are chosen by the functions that they reach (`checks.Reach`). Calls in processes that a test
 starts are not seen; for the drivers of a step a few such tests are named here.

@@ -2,7 +2,7 @@
 
     python -m mutants.survey --seed 7 --count 200        a fresh random sample
     python -m mutants.survey --only '*/core/tree.py'     of these files only
-    python -m mutants.survey --seed 7 --resume FILE      go on with an interrupted one
+    python -m mutants.survey --seed 7 --resume FILE      continue an interrupted one
     python -m mutants.survey --again FILE                the survivors of an earlier one
 
 Bugs are planted in the core and in the drivers of a step. The status is 1 if fewer than 90 % of the
@@ -157,7 +157,7 @@ class Survey:
 def _progress(
     results: Iterator[tuple[Mutant, dict[str, Any]]], todo: Sequence[Mutant]
 ) -> Iterator[tuple[Mutant, dict[str, Any]]]:
-    """Show a progress bar on a terminal, and nothing elsewhere."""
+    """Show a progress bar on a terminal, and no bar elsewhere."""
     if not sys.stderr.isatty():
         yield from results
         return

@@ -15,5 +15,5 @@ def main(argv: list[str]) -> int:
 
 
 def go_on(run_dir: RunDir, host: str, port: int) -> int:
-    """Run a job, or go on with it, from here."""
+    """Run a job, or continue it, from here."""
     return launch_cluster_job(run_dir, host, port)

@@ -1,6 +1,6 @@
 """Keeps a job's nodes as processes of this machine, which it finds by their environment.
 
-So it remembers nothing: whatever replaces it finds the same.
+So it keeps no state: its successor finds the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts the events of a run by their kind: a listener beside the run, and a command after it.
+"""Counts the events of a run by their kind: a listener next to the run, and a command after it.
 
 The listener is `python -m holdfast_desk.tally RUN_DIR PARENT_PID`.
 """
@@ -21,7 +21,7 @@ LOOK_S = 1.0
 
 
 def listen(run_dir: RunDir, tls: Path | None) -> Kept:
-    """Return a process that keeps RUN_DIR/tally.json up to date for as long as the run goes on."""
+    """Return a process that keeps RUN_DIR/tally.json up to date during the whole run."""
     command = [sys.executable, "-m", "holdfast_desk.tally", str(run_dir.path), str(os.getpid())]
     return Kept("tally", lambda starts: command, serves=True)
 

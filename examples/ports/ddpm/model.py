@@ -1,7 +1,7 @@
 """A diffusion model of points, and the average of its weights in a class of its own.
 
 It follows the structure of many trainers of denoising diffusion models (Ho, Jain and Abbeel 2020),
-such as lucidrains/denoising-diffusion-pytorch (MIT).
+for example lucidrains/denoising-diffusion-pytorch (MIT).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A large teacher and a small student, as in PyTorch's tutorial on knowledge distillation (BSD-3).
 
-The loss is that of Hinton, Vinyals and Dean (2015).
+The loss comes from Hinton, Vinyals and Dean (2015).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def soft_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: float) 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """Return how often a model is right, leaving it in evaluation mode."""
+    """Return the share of samples on which a model is right, leaving it in evaluation mode."""
     inputs, labels = data.tensors
     return float((model.eval()(inputs).argmax(1) == labels).float().mean())
 

@@ -1,6 +1,6 @@
 """A graph convolutional network on a made-up graph, in the style of tkipf/pygcn (MIT).
 
-The model is that of Kipf and Welling (2017).
+The model comes from Kipf and Welling (2017).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A recurrent network that follows what students know (Piech and others 2015), on made-up students.
+"""A recurrent network that follows what students know (Piech et al. 2015), on made-up students.
 
 The loop has what scripts for it usually have: sequences of unequal lengths, an AUC on held-out
 students, a rate that falls when it stops getting better, and the best weights put back at the end.
@@ -78,7 +78,7 @@ def summed_loss(found: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tenso
 
 @torch.no_grad()
 def auc(model: nn.Module, students: Students) -> float:
-    """Return how often a right answer is expected rather than a wrong one."""
+    """Return the share of pairs in which a right answer is expected more than a wrong one."""
     model.eval()
     skills, answers = pad(students.items)
     asked = answers[:, 1:] != PADDING

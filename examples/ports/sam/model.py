@@ -1,6 +1,6 @@
 """Sharpness-aware minimization as an optimizer around another one, as davda54/sam (MIT) has it.
 
-The method is that of Foret, Kleiner, Mobahi and Neyshabur (2021).
+The method comes from Foret, Kleiner, Mobahi and Neyshabur (2021).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SAM(torch.optim.Optimizer):
 
 
 def hold_running_stats(model: nn.Module, held: bool) -> None:
-    """Let BatchNorm learn from the first of the two passes only."""
+    """Make BatchNorm learn from the first of the two passes only."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
             module.momentum = 0.0 if held else 0.1

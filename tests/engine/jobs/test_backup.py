@@ -1,4 +1,4 @@
-"""Backup workers: whose results count, what the ledger says of the others', and real jobs."""
+"""Backup workers: whose results count, the ledger's records of the other results, and real jobs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_all_members_settle_alike_and_only_rank_0_decides() -> None:
 
 
 def test_ranks_settled_for_a_later_step_are_kept_and_those_of_older_steps_forgotten() -> None:
-    """A late worker hears whose results count in the next step before it begins that step."""
+    """A late worker learns whose results count in the next step before it begins that step."""
     member = Settlement(BackupPolicy(workers=1), 1, 3)
     member.begin(4)
     for step in (4, 5):
@@ -178,7 +178,7 @@ def test_gradient_and_loss_are_means_over_the_samples_that_count(tmp_path: Path)
 def test_a_worker_that_always_comes_last_is_always_left_out(
     worker: int, start: Start, tmp_path: Path
 ) -> None:
-    """One of them is the leader, which settles whose results count; then others do its work."""
+    """The leader, one of them, settles whose results count; then other workers do its work."""
     faults = options(tmp_path, f"worker {worker} always slow 1.8")
     with start(*SCRIPT, "--all", nproc=5, options=faults) as run:
         assert len(digests(run)) == 1
@@ -192,7 +192,7 @@ def test_a_worker_that_always_comes_last_is_always_left_out(
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", [0, 1, 2])
 def test_a_death_among_backup_workers(worker: int, start: Start, tmp_path: Path) -> None:
-    """The dead worker may be a late one, or the one that settles whose results count."""
+    """The dead worker may be a late one, or the worker that settles whose results count."""
     faults = f"{FAULTS}\nworker {worker} steps 3-8 kill\n"  # the steps that it begins
     with start(*SCRIPT, "--all", nproc=5, options=options(tmp_path, faults)) as run:
         assert len(digests(run)) == 1
@@ -245,7 +245,7 @@ def test_several_tasks_each_and_data_workers(start: Start, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_one_worker_that_is_left_is_waited_for(start: Start, tmp_path: Path) -> None:
-    """There are fewer members than results wanted, so nobody can be spared."""
+    """There are fewer members than results wanted, so no worker can be spared."""
     kills = "\n".join(f"worker {w} always kill" for w in (1, 2))
     faults = options(tmp_path, kills, virtual=4)
     with start("--steps", "6", nproc=3, options=(*faults, "--losses-max", "90")) as run:

@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence with the offending value, a non-zero exit, nothing left behind."""
+"""Bad input: one clear sentence with the offending value, a non-zero exit, no rest left behind."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_an_exception_stops_the_job_and_is_shown_once(
     assert text.count(message) == 1, text
     assert text.count("Traceback") == 1, text
     assert "bootstrap" not in text, "the stack begins in the user's script"
-    # Other tests beside this one take some and give it back; a leak stays.
+    # Other tests next to this one take some and give it back; a leak stays.
     until(lambda: shared_memory() <= before, "the shared memory to be given back")
 
 
@@ -261,7 +261,7 @@ def test_a_run_directory_is_not_used_twice(start: Start, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_under_all_ledgers_at_the_last_step(start: Start) -> None:
-    """The job waits, and then fails: else nothing would prove its last step."""
+    """The job waits, and then fails: else no ledger would prove its last step."""
     patience = ("--abandon-s", "5")
     with start("full", nproc=2, script="faulty.py", options=patience) as run:
         assert run.wait(RUN_S) == 1, run.log()

@@ -1,7 +1,7 @@
 """Chaos: jobs of three nodes through random kills of anything, freezes, cuts and losses.
 
-The result must always be that of an undisturbed run. A seed chooses the faults and the times
-between them; they strike for a while, then the network heals and the job must end well.
+The result must always equal the result of an undisturbed run. A seed chooses the faults and the
+times between them; they strike for a while, then the network heals and the job must end well.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Chaos:
             self.lose_packets,
         ]
         kind = self.rng.choice(kinds)
-        with contextlib.suppress(HoldfastError):  # nobody answers just now
+        with contextlib.suppress(HoldfastError):  # no coordinator answers just now
             kind()
             self.struck.append(kind.__name__)
 

@@ -125,7 +125,7 @@ def test_a_job_survives_a_killed_and_a_drained_host(
         assert_survives(job.run, harness, job.go.touch)
         assert job.digest() == undisturbed
     assert not cluster.held()
-    # The fleet says this once of each node; a worker that is late may hide the event of the job.
+    # The fleet prints this once for each node; a worker that is late may hide the event of the job.
     assert sum(" is drained: " in line for line in job.run.err) == 1, job.run.err
 
 
@@ -152,7 +152,7 @@ def test_a_launcher_that_is_killed_is_resumed(
     job = ClusterRun(tmp_path, cluster.asked, "--nodes", "3", *store)
     with job.run:
         before = job.serving(3)
-        # The first is surely in the coordinator's journal when the second one is told.
+        # The first is surely in the coordinator's journal when the second one is printed.
         job.until(lambda: sum("is saved" in line for line in job.run.err) > 1, "two checkpoints")
         os.kill(job.run.pid, signal.SIGKILL)
     job.run = LocalRun(job.folder, [], [], command=("resume", str(job.folder)))

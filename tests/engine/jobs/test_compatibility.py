@@ -76,7 +76,7 @@ def number_of_field(kind: type[msgspec.Struct]) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """A format: the constant in the code that numbers it, and a kept file for each number.
+    """Describes a format: its number's constant in the code, and a kept file for each number.
 
     `since`: the first number that is still read.
     """
@@ -160,7 +160,7 @@ FORMATS = {
         number_in=json_number,
     ),
 }
-# Only processes of one run say these to each other, and all of them have one release: the greeting
+# Only processes of one run send these to each other, and all of them have one release: the greeting
 # of the messages above sees to that.
 WITHIN_A_RUN = {
     "engine/state/memory/arena.py:MAGIC",
@@ -177,7 +177,7 @@ OF_A_REPORT = {"engine/host/checks_peers.py:format"}
 
 
 def gap_in(found: Format) -> str:
-    """Return why the kept files of a format do not suffice; empty if they do."""
+    """Return the reason why the kept files of a format do not suffice; empty if they do."""
     needed = set(range(found.since, found.number + 1))
     if lacking := needed - set(found.kept):
         return f"no file is kept of format {min(lacking)}"
@@ -360,7 +360,7 @@ def test_a_kept_run_goes_on(tmp_path: Path, capsys: Capsys) -> None:
 
 @pytest.mark.slow
 def test_a_run_from_before_the_first_release_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    """Its checkpoints do not say what its workers have told each other at an epoch's start."""
+    """Its checkpoints lack the values that its workers exchanged at an epoch's start."""
     with resume_kept(FIRST, tmp_path) as resumed:
         assert resumed.wait(RUN_S) == 1
     assert resumed.err[-1].endswith("does not know: use the version that saved it")

@@ -131,7 +131,7 @@ def disturbed(tmp_path: Path, text: str) -> tuple[str, str]:
 def test_a_slow_worker_hosts_less_and_no_bit_changes(
     factor: float, share: int, fault: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """The other worker may die, too, which hosts more than the view says, or everything."""
+    """The other worker may die, too, which hosts more than in the view, or all tasks."""
     options = disturbed(tmp_path, f"worker 1 from step 1 slow {factor}\n{fault}\n")
     script = ("--steps", str(STEPS), "--task-s", "0.02")
     with start(*script, nproc=2, options=options) as run:
@@ -245,7 +245,7 @@ def test_tasks_of_late_workers_are_copied(
 def test_a_copy_of_a_late_task_is_an_audit_for_free(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Nothing else is audited here. If the machine is too busy to copy, the job runs again."""
+    """No other task is audited here. If the machine is too busy to copy, the job runs again."""
     faults = "worker 2 step 20 flip gradient\nworker 2 step 20 stall 0.4"
     for attempt in range(4):
         folder = tmp_path / str(attempt)
@@ -310,7 +310,7 @@ def test_a_wrong_gradient_is_computed_again(
 def test_hardware_that_is_not_deterministic_is_audited_within_a_tolerance(
     noise: float, says: str, start: Start, tmp_path: Path
 ) -> None:
-    """Nobody is blamed for noise, but a worker that is off by more is found."""
+    """No worker is blamed for noise, but a worker that is off by more is found."""
     faults = f"any worker always noise {noise}\nworker 1 step 12 poison inf"
     repeats = ("--repeat-steps", "64" if noise < 0.01 else "0")  # repeats refuse so much noise
     options = (*disturbed(tmp_path, faults), "--audit", "1.0", *repeats)
@@ -342,7 +342,7 @@ def test_a_worker_that_computes_wrongly_again_and_again_leaves(
 def test_a_replica_that_has_become_another_is_found_and_replaced(
     what: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """It is found before its gradients are used; its successor gets the state of the others."""
+    """It is found before its gradients are used; its successor gets the state of other workers."""
     options = (*disturbed(tmp_path, f"worker 1 step 7 flip {what}"), "--audit", "1.0")
     with start(*AUDITED, nproc=4, options=options) as run:
         assert finish(run) == reference(20)
@@ -383,7 +383,7 @@ def test_a_state_that_has_become_another_is_found_without_audits_and_the_job_goe
     reference: Reference,
     tmp_path: Path,
 ) -> None:
-    """Its gradients have been used meanwhile, so all of those steps are done again."""
+    """Its gradients have been used by then, so all of those steps are done again."""
     faults, compared = f"worker 1 step {step} flip {what}", ("--fingerprint-steps", str(cycle))
     run, digest = with_a_store(start, tmp_path, faults, *compared, steps=steps)
     assert digest == reference(steps)
@@ -454,7 +454,7 @@ def test_a_sum_of_damaged_parts_is_summed_again(
 def test_a_number_that_is_none_is_never_committed(
     what: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Nothing is audited here, except the step with a sum that is not finite."""
+    """No step is audited here, except the step with a sum that is not finite."""
     options = disturbed(tmp_path, f"worker 1 step 7 poison {what}")
     with start(*AUDITED, nproc=3, options=options) as run:
         assert finish(run) == reference(20)
@@ -508,7 +508,7 @@ def test_a_gradient_that_is_not_finite_on_all_workers_is_committed(
 
 @pytest.mark.slow
 def test_a_slow_network_is_told_from_slow_computing(start: Start, tmp_path: Path) -> None:
-    """The others compute as fast as the slow one does, and wait for its messages."""
+    """The other workers compute as fast as the slow one does, and wait for its messages."""
     options = disturbed(tmp_path, "worker 0 always slow link 1e5")
     with start("--steps", "24", "--task-s", "0.05", nproc=3, options=options) as run:
         finish(run)

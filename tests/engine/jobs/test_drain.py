@@ -31,7 +31,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def holdfast(run: LocalRun, *args: str) -> subprocess.CompletedProcess[str]:
-    """A command with the run's certificates and directory."""
+    """Run a command with the run's certificates and directory."""
     more = ("--tls", str(run.tls), "--run-dir", str(run.run_dir.path))
     return subprocess.run(
         [*HOLDFAST, *args, *more], capture_output=True, text=True, check=False, timeout=RUN_S
@@ -40,7 +40,7 @@ def holdfast(run: LocalRun, *args: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def node(run: LocalRun, name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """One more node of the job, on this machine."""
+    """Start one more node of the job, on this machine."""
     host, port = run.run_dir.address()
     with open(f"{run.run_dir.path}-{name}", "wb") as output:
         popen = subprocess.Popen(
@@ -129,7 +129,7 @@ def test_the_first_node_can_be_drained_while_its_coordinator_stays(
 def test_a_drain_outlasts_the_coordinator_and_ends_with_the_job(
     tmp_path: Path, certificates: Path, reference: Callable[[int], str]
 ) -> None:
-    """Nobody can take the only node's work, so the order waits for as long as the job lasts."""
+    """No node can take the only node's work, so the order waits for as long as the job lasts."""
     words = [str(SCRIPT), "--steps", str(STEPS), "--hold", str(HELD), str(tmp_path / "go")]
     options = ["--nproc", "1", "--virtual", "4"]
     with LocalRun(tmp_path / "run", options, words, tls=certificates) as run:

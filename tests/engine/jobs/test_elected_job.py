@@ -48,7 +48,7 @@ def standby(url: str, run: LocalRun, tmp_path: Path) -> Iterator[subprocess.Pope
 
 
 def until_newer(run: LocalRun, term: int) -> dict[str, Any]:
-    """The coordinator of a later term, once it answers."""
+    """Return the coordinator of a later term, once it answers."""
 
     def newer() -> dict[str, Any] | None:
         with contextlib.suppress(HoldfastError):
@@ -64,7 +64,7 @@ def until_newer(run: LocalRun, term: int) -> dict[str, Any]:
 def test_a_standby_takes_over(
     start: Start, reference: Callable[[int], str], tmp_path: Path
 ) -> None:
-    """One is killed, the next frozen past its term: steps go on, changes wait for a successor."""
+    """One is killed, the next frozen past its term: steps continue, changes need a successor."""
     with (
         start_etcd(tmp_path) as etcd,
         start(

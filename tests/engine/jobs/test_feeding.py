@@ -1,4 +1,4 @@
-"""Tests workers that are fed while the others train, and join by one change of the view."""
+"""Tests workers that are fed while the other workers train, and join by one change of the view."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def plain(job: Job, me: ThreadWorker) -> str:
 
 
 def with_buffers(job: Job, me: ThreadWorker) -> str:
-    """A script with statistics of batches, a scheduler, loops in turn, and values between them."""
+    """Train with statistics of batches, a scheduler, loops in turn, and values between them."""
     model = nn.Sequential(net(), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
@@ -96,7 +96,7 @@ def with_buffers(job: Job, me: ThreadWorker) -> str:
 
 
 def in_rounds(job: Job, me: ThreadWorker) -> str:
-    """A script with two modules in turn: every other step of the job follows no boundary."""
+    """Train two modules in turn: every other step of the job follows no boundary."""
     first, second = net(seed=1), net(seed=2)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (first, second)]
     job.protect(first=first, second=second, one=optimizers[0], two=optimizers[1])
@@ -171,7 +171,7 @@ def test_some_members_feed_where_there_are_many(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_a_wrong_state_is_found_before_a_fed_worker_joins() -> None:
-    """Members compare all that they have copied, also the parts that no other check looks at."""
+    """Members compare all copied parts, also the parts that no other check looks at."""
 
     def flips(job: Job, me: ThreadWorker) -> str:
         model, average = net(), Average()

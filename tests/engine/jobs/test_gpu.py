@@ -64,7 +64,7 @@ def staged(network: MemoryNetwork, copies: DeviceCopies | None = None) -> Staged
 
 
 def exchanged(copies: Callable[[], DeviceCopies]) -> list[list[float]]:
-    """Return what two members on the fake GPU receive of each other in three exchanges."""
+    """Return the messages that two members on the fake GPU receive in three exchanges."""
     network, found = MemoryNetwork(), []
 
     def case(member: GroupMember) -> None:
@@ -90,14 +90,14 @@ def test_tensors_on_a_gpu_travel_by_way_of_the_host(fake_gpu: torch.device) -> N
 
 
 class Hasty(DeviceCopies):
-    """A planted bug: it does not wait until copies to the host have arrived."""
+    """Plants a bug: it does not wait until copies to the host have arrived."""
 
     def to_host(self, copies: list[Copy], after: Moment) -> None:
         self._copy(copies, after)
 
 
 class Careless(DeviceCopies):
-    """A planted bug: later computing does not wait for copies to the device."""
+    """Plants a bug: later computing does not wait for copies to the device."""
 
     def to_device(self, copies: list[Copy], after: Moment) -> Moment:
         return self._copy(copies, after)
@@ -250,7 +250,7 @@ fork_server._load([])
 
 
 def stage(worker: ThreadWorker) -> None:
-    """Have a worker's messages pass through the host."""
+    """Pass a worker's messages through the host."""
     rooms = HostRooms(DeviceCopies(torch.device("cuda", 0)))
     make = worker.transport
 

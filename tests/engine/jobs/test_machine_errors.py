@@ -70,7 +70,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
         # A library raises an error of its own because the disk is full.
         (met(RuntimeError("unexpected pos 64 vs 0"), FULL), MachineError.DISK_FULL),
         (caused(WorldError("the ledger cannot grow"), FULL), MachineError.DISK_FULL),
-        # One that another process has raised.
+        # An error that another process has raised.
         (OSError("Caught OSError in worker process 0:\n[Errno 5] bad"), MachineError.DEVICE),
         (ValueError("the user's own mistake"), None),
         (FileNotFoundError(errno.ENOENT, "No such file", "train.bin"), None),

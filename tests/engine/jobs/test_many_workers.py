@@ -1,4 +1,4 @@
-"""A worker joins a group of many, most of which it has no connection to at first."""
+"""A worker joins a group of many, and has no connection to most of them at first."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from labs.local_nodes import LocalNodes, names
 from memory_kit import kill_workers, recalls, until_step
 
 STEPS = 60
-LATER = 25  # nothing is broken before this step
+LATER = 25  # no fault comes before this step
 EVERY = 7
 Reference = Callable[[int], str]
 

@@ -50,7 +50,7 @@ with open(sys.argv[2] + ".digests", "a") as told:
 
 
 class Nodes:
-    """A job of two workers on node `local`, and further nodes whose workers wait."""
+    """Runs a job of two workers on node `local`, and further nodes whose workers wait."""
 
     def __init__(self, run: LocalRun, stop: Path) -> None:
         self.run = run
@@ -180,7 +180,7 @@ def test_two_nodes_are_drained_at_once_the_leaders_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_and_coordinator_leave_the_first_machine(tmp_path: Path) -> None:
-    """It is drained, and then ends without a word; a standby goes on with the job."""
+    """It is drained, and then ends without notice; a standby continues the job."""
     with start_etcd(tmp_path, 1) as etcd:
         url = etcd.url("moved")
         with nodes_of(tmp_path, 2, "--election", url) as nodes, nodes.node("b", 2, url):

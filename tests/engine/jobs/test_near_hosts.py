@@ -1,4 +1,4 @@
-"""In a job of three real nodes, workers of one rack host neighbouring virtual ranks."""
+"""Workers of one rack host neighbouring virtual ranks, in a job of three real nodes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Jobs of three nodes, each with a network of its own that is really cut.
 
-The minority never commits a step, the majority soon goes on, and the result is that of an
-undisturbed run.
+The minority never commits a step, the majority soon continues, and the result equals the result of
+an undisturbed run.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_a_node_that_dies_with_all_it_runs(run: LabRun, expected: str) -> None:
 
 @pytest.mark.slow
 def test_the_coordinators_node_is_cut_off_from_all_others(run: LabRun, expected: str) -> None:
-    """Two of three workers are on the other side; still only the coordinator's side may go on."""
+    """Two of three workers are on the other side; only the coordinator's side may continue."""
     lab = run.lab
     others = [worker_of(run, name)["pid"] for name in ("node1", "node2")]
     fault = lab.cut(lab.hosts[0])

@@ -31,7 +31,7 @@ SCRIPT = str(SCRIPTS / "paced.py")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Install the example; return the variable PYTHONPATH by which it is found."""
     folder = tmp_path_factory.mktemp("plugin")
-    shutil.copytree(EXAMPLE, folder / "source")  # setuptools writes beside it
+    shutil.copytree(EXAMPLE, folder / "source")  # setuptools writes next to it
     site = str(folder / "site")
     words = ("install", "--quiet", "--no-deps", "--no-build-isolation", "--target", site)
     command = [sys.executable, "-m", "pip", *words, str(folder / "source")]

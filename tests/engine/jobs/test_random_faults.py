@@ -60,7 +60,7 @@ def kill_a_joiner(run: LocalRun, rng: random.Random) -> None:
     def replacement() -> int | None:
         try:
             workers = run.status()["workers"]
-        except HoldfastError:  # the run has ended before the replacement came: nothing to strike
+        except HoldfastError:  # the run has ended before the replacement came: no worker to strike
             return NOBODY
         for worker in workers:
             new = worker["id"] == victim and worker["pid"] not in (0, members[victim])
@@ -142,7 +142,7 @@ def test_a_kill_every_two_seconds(start: Start, reference: Reference) -> None:
 
 
 def _paused(run: LocalRun, pause_s: float) -> bool:
-    """Let the run go on for a while; False when it ended meanwhile."""
+    """Wait for a while as the run continues; False when it ended in that time."""
     import subprocess
 
     try:

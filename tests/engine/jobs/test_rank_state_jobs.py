@@ -26,7 +26,7 @@ HOSTS = ("--no-rebalance", "--speculation-budget", "0")
 
 @pytest.fixture(scope="module")
 def carried(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """carried(*options) -> the digest of the undisturbed run on one worker with V=4."""
+    """Return carried(*options): the digest of the undisturbed run on one worker with V=4."""
     known: dict[tuple[str, ...], str] = {}
 
     def digest(*options: str) -> str:
@@ -66,7 +66,7 @@ def test_states_do_not_depend_on_the_number_of_workers(
 
 @pytest.mark.slow
 def test_the_hidden_state_matters(carried: Callable[..., str]) -> None:
-    """Otherwise equal digests would show nothing."""
+    """Otherwise equal digests would prove little."""
     assert carried("--steps", str(STEPS), "--forget") != carried("--steps", str(STEPS))
 
 

@@ -139,7 +139,7 @@ def holdfast_drain(run: LocalRun, name: str) -> subprocess.CompletedProcess[str]
 def test_without_redundancy_the_job_goes_back_to_a_checkpoint(
     tmp_path: Path, reference: Reference
 ) -> None:
-    """The checkpoint is equal to that of a job whose workers keep all of the state."""
+    """The checkpoint is equal to the checkpoint of a job whose workers keep all of the state."""
     store = ("--store", str(tmp_path / "store"), "--save-every", "3")
     saved = tmp_path / "saved"
     words = ("--hold", "8", str(saved), "--fault", "SIGKILL:backward:10:1")
@@ -202,7 +202,7 @@ def wait_for_end() -> None:
 
 
 class Member:
-    """One member of a view: a model, an optimizer, and its share of the optimizer's state."""
+    """Is one member of a view: a model, an optimizer, and a share of the optimizer's state."""
 
     def __init__(self, rank: int, boxes: Sequence[Any]) -> None:
         torch.manual_seed(5)
@@ -314,7 +314,7 @@ def capture_all(members: Sequence[Member]) -> list[BaseException]:
 
 
 def test_a_state_that_arrives_damaged_is_not_used() -> None:
-    """The news of the state arrives damaged: nobody uses it, and nobody waits for the others."""
+    """The news of the state arrives damaged: no member uses it, and none waits for another."""
     members = trained(2)
     members[0].sharding.transport.damage = True
     errors = capture_all(members)
@@ -344,7 +344,7 @@ def test_a_loaded_state_leaves_out_what_others_own() -> None:
         assert member.held == held
         common = LoadedState(member.protected, member.sharding).capture()
         LoadedState(member.protected, member.sharding).load(*common)
-        assert member.held == held  # the others do not know of it, so it stays
+        assert member.held == held  # the other members do not know of it, so it stays
 
 
 def test_a_new_view_shares_out_again() -> None:
@@ -362,7 +362,7 @@ def test_a_process_that_is_left_alone_waits_for_its_end() -> None:
         member.step(0)
     with pytest.raises(Ended):
         GatheredState(member.sharding).capture(everything)
-    with pytest.raises(Ended):  # the leader must assume that others lack what was lost
+    with pytest.raises(Ended):  # the leader must assume that the other members lack the lost state
         member.sharding.meet(0)
     member.sharding.meet(1)
 

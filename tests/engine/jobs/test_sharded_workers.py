@@ -58,9 +58,9 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
         pytest.param(2, "-", "-", 0, marks=pytest.mark.slow),
         pytest.param(2, "task:1.1:4", "5", 1, marks=pytest.mark.slow),
         pytest.param(4, "-", "-", 0, marks=pytest.mark.slow),
-        # One of a worker's processes, which the others are waiting for; then that of shard 0.
+        # One of a worker's processes, for which the rest wait; then the process of shard 0.
         pytest.param(3, "task:1.1:3,end:2.0:7", "4,8", 2, marks=pytest.mark.slow),
-        # Two processes of different workers in the same step, while the third goes on.
+        # Two processes of different workers in the same step, while the third continues.
         pytest.param(3, "backward:0.1:5,backward:2.0:5", "6", 2, marks=pytest.mark.slow),
         # Just before, amid and after the exchange.
         pytest.param(3, "end:0.0:2,task:1.0:5,backward:2.1:8", "3,6", 3, marks=pytest.mark.slow),
@@ -262,7 +262,8 @@ def test_a_checkpoint_begins_jobs_of_any_number_of_processes(tmp_path: Path) -> 
             finish(run)
             told.append([line for line in run.out if re.match(r"\d+ steps|loss", line)])
     first, *others = told
-    assert " steps " in first[0]  # of the newest: a due save waits while another goes on
+    # The line is of the newest save: a due save waits while another one is written.
+    assert " steps " in first[0]
     assert all(other[0] == first[0] for other in others), told  # model and optimizer, to the bit
     losses = [[float(line.split()[1]) for line in lines[1:]] for lines in told]
     assert len(losses[0]) == 4

@@ -1,4 +1,4 @@
-"""Tests workers that are held back, and take over from those that are lost."""
+"""Tests workers that are held back, and replace lost workers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Workers spread over hosts whose networks are separate, and are really cut.
 
-Each host has a loopback of its own, and one interface that leads to the others: processes that
+Each host has a loopback of its own, and one interface that leads to the other hosts: processes that
 meet over anything else do not meet at all.
 """
 
@@ -56,12 +56,12 @@ def last(run: LabRun) -> set[str]:
 
 
 def go(path: Path) -> None:
-    """Let a held job go on."""
+    """Continue a held job."""
     (path / "go").touch()
 
 
 def teams(run: LabRun) -> list[list[int]]:
-    """Return the hosts of each worker: those that joined first."""
+    """Return the hosts of each worker: the hosts that joined first."""
     told = [event["text"] for event in run.events("node") if "are spread over" in event["text"]]
     names = [text.split(" nodes ")[1].split(", ") for text in told]
     return [[int(name.removeprefix("node")) for name in team] for team in names]
@@ -96,7 +96,7 @@ def test_a_host_is_cut_off_and_one_that_waits_takes_its_place(
 
 
 def test_two_hosts_of_a_worker_are_separated(tmp_path: Path, expected: str) -> None:
-    """Both reach the coordinator and the other worker, which goes on; their worker comes back."""
+    """Both reach the coordinator and the other worker, which continues; their worker comes back."""
     hold = f"held:0.0:{HELD},held:1.0:{HELD}"
     with Lab(4) as lab, spread(lab, tmp_path, nodes_min=4, faults=hold) as run:
         until_step(run, HELD)

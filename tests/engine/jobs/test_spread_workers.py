@@ -39,7 +39,7 @@ def spread(
     faults: str = "-",
     steps: int = STEPS,
 ) -> Iterator[tuple[LocalRun, LocalNodes]]:
-    """Run a job whose workers are spread over `nodes` nodes each; `more` nodes wait beside.
+    """Run a job whose workers are spread over `nodes` nodes each; `more` nodes wait as spares.
 
     `faults`: see scripts/sharded.py.
     """
@@ -57,7 +57,7 @@ def spread(
 
 
 def go(path: Path) -> None:
-    """Let a held job go on."""
+    """Continue a held job."""
     (path / "go").touch()
 
 
@@ -100,7 +100,7 @@ def lost(run: LocalRun) -> list[str]:
 def test_any_process_of_the_only_worker_may_be_lost(
     nodes: int, procs: int, redundancy: str, faults: str, tmp_path: Path, quiet: Quiet
 ) -> None:
-    """The others' shards are still on their nodes, and no step is computed again."""
+    """The shards of the other processes are still on their nodes, so no step is computed again."""
     with spread(tmp_path, "--redundancy", redundancy, nodes=nodes, procs=procs, faults=faults) as (
         run,
         others,
@@ -118,7 +118,7 @@ def test_any_process_of_the_only_worker_may_be_lost(
 def test_a_process_that_is_late_before_it_joins_is_waited_for(
     late: str, tmp_path: Path, quiet: Quiet
 ) -> None:
-    """Nothing of the others runs meanwhile, and none of them counts as frozen."""
+    """No other process runs in this time, and none of them counts as frozen."""
     with spread(tmp_path, procs=4, faults=f"late:{late}:5") as (run, others):
         assert quiet(4) in end(run, others)
     assert lost(run) == []

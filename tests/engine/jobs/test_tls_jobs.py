@@ -1,4 +1,4 @@
-"""Whole jobs with --tls: messages of workers cannot be read on the path; nothing else changes."""
+"""Whole jobs with --tls: messages of workers cannot be read on the path; the rest is equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts written for torchrun, as they are: equal results, through lost processes and nodes."""
+"""Scripts for torchrun run unchanged: equal results, through lost processes and nodes."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_the_agent_or_the_coordinator_dies(tmp_path: Path, undisturbed: str) -> 
 
 @contextlib.contextmanager
 def further_node(run: LocalRun) -> Iterator[LocalRun]:
-    """Let a second node join, as another machine would."""
+    """Make a second node join, as another machine would."""
     run.until(run.run_dir.coordinator.exists, RUN_S, "an address")
     host, port = run.run_dir.address()
     folder = run.run_dir.path.with_name("node1")

@@ -1,4 +1,4 @@
-"""Strangers at the ports of workers: they stop nothing, and leave nothing behind."""
+"""Strangers at the ports of workers: they stop no worker, and leave no trace."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def connect(stack: ExitStack, port: int, said: bytes) -> None:
 def test_guessed_bytes_do_not_keep_a_group_from_forming(start: Start) -> None:
     with start(*STEPS, nproc=2) as run, ExitStack() as stack:
         members = run.until_members(2)
-        # The survivor, to which the one that comes back connects, and the other way round.
+        # The survivor, to which the returning worker connects, and the other way round.
         for pid in members.values():
             for port in run.until(lambda pid=pid: ports_of(pid), RUN_S, "a port"):
                 for number in range(STRANGERS):

@@ -38,7 +38,7 @@ def mailbox(host: Host) -> socket.socket:
 
 
 def paths(lab: Lab) -> set[tuple[int, int]]:
-    """Which hosts' datagrams reach which."""
+    """Return the pairs of hosts between which datagrams arrive."""
     found: set[tuple[int, int]] = set()
     with contextlib.ExitStack() as stack:
         boxes = [stack.enter_context(mailbox(host)) for host in lab.hosts]
@@ -96,7 +96,7 @@ def test_processes_of_two_hosts_talk_over_tcp(lab):
 
 def test_each_host_has_its_own_loopback_and_ports(lab):
     a, b, c = lab.hosts
-    with socket.socket() as reserved:  # outside, where nobody else is to listen meanwhile
+    with socket.socket() as reserved:  # outside, where no other process may listen in this time
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
         serve(a, address="127.0.0.1", port=port)
@@ -387,7 +387,7 @@ def test_peers_of_a_crashed_host_see_connections_close(lab):
     _, port = serve(b)
     with connected(a, b.address, port) as connection:
         connection.sendall(b"x")
-        assert connection.recv(1) == b"x"  # it is accepted: one that is not would be reset
+        assert connection.recv(1) == b"x"  # it is accepted: a refused one would be reset
         b.crash()
         assert connection.recv(1) == b""
 
@@ -406,7 +406,7 @@ def test_nothing_is_left_when_a_lab_ends(error):
         with pytest.raises(error) if error else contextlib.nullcontext(), Lab(3) as lab:
             child = lab.hosts[0].popen(["sh", "-c", "setsid sleep 1000 & wait"])
             family = until(lambda: len(lab.hosts[0].pids()) == 2 and lab.hosts[0].pids())
-            kept = []  # what the kernel removes anyhow when nobody keeps it
+            kept = []  # the kernel would remove these namespaces if they were not kept
             for number in namespaces_held():
                 if number not in (outside, *before):
                     kept.append(os.dup(number))
@@ -467,7 +467,7 @@ def test_leftovers_of_a_killed_owner_are_cleaned_and_no_others():
 
 @pytest.mark.parametrize("mark", ["", "nonsense", "1:2:3", "a:b:c", f"{PIDS}:x:1"])
 def test_marks_that_are_not_ours_are_left_alone(mark):
-    """Also those of other containers, whose processes have other numbers than here."""
+    """The marks may come from other containers, whose processes have other numbers than here."""
     with subprocess.Popen(["sleep", "1000"], env={**os.environ, OWNER: mark}) as child:
         try:
             clean_leftovers()

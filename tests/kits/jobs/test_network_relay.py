@@ -33,7 +33,7 @@ def hosts(shared: Lab) -> Iterator[tuple[Host, ...]]:
 
 
 def echo_s(connection: socket.socket, data: bytes = b"x") -> float:
-    """How long the echo of `data` takes."""
+    """Return the time that the echo of `data` takes."""
     began = time.monotonic()
     connection.sendall(data)
     assert receive(connection, len(data)) == data
@@ -161,7 +161,7 @@ def test_ends_and_breaks_are_passed_on(hosts):
             with near, far:
                 far.settimeout(PATIENCE_S)
                 near.sendall(b"the last words")
-                near.shutdown(socket.SHUT_WR)  # one direction has ended, the other goes on
+                near.shutdown(socket.SHUT_WR)  # one direction has ended, the other continues
                 assert receive(far, 100) == b"the last words"
                 far.sendall(b"understood")
                 assert receive(near, 10) == b"understood"

@@ -1,4 +1,4 @@
-"""The signs in TCP of a peer that is cut off, and of one that is merely frozen (SIGSTOP).
+"""The signs in TCP of a peer that is cut off, and of a peer that is merely frozen (SIGSTOP).
 
 With keepalive after 1 s, then every 1 s, and a TCP_USER_TIMEOUT of 2 s, on Linux 6.18:
 
@@ -10,11 +10,11 @@ With keepalive after 1 s, then every 1 s, and a TCP_USER_TIMEOUT of 2 s, on Linu
 | window full, no time-out | lives (by the rules, 15 minutes) | lives                         |
 | idle, no keepalive       | lives for ever                | lives                         |
 
-So TCP_USER_TIMEOUT does not tell a cut from a frozen peer once the window is full (some 130 kB that
-nobody reads): a window that stays closed counts as silence, although every probe is answered. Three
-other signs do:
+So TCP_USER_TIMEOUT does not distinguish a cut from a frozen peer once the window is full (some 130
+kB that the peer does not read): a window that stays closed counts as silence, although every probe
+is answered. Three other signs do:
 
-- a second, quiet connection with keepalive and TCP_USER_TIMEOUT, on which nothing large is sent:
+- a second, quiet connection with keepalive and TCP_USER_TIMEOUT, without large messages:
   it ends when the peer is cut off, and only then;
 - the dead connection's TCP_INFO, read at once: `tcpi_last_ack_recv` has reached the time-out if the
   peer was cut off, and was 0.7 s if its kernel was there to the end. Not with a time-out of 1 s or
@@ -22,7 +22,7 @@ other signs do:
   no answer either;
 - a new connect, which a frozen listener's kernel accepts until its backlog is full.
 
-A frozen machine is as silent as a cut one, and nothing on the network shows the difference.
+A frozen machine is as silent as a cut one, and no sign on the network shows the difference.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Seen:
     error: str  # "" if it lives
     after_s: float
     unanswered: int  # probes and retransmissions since the last word of the peer
-    unheard_s: float  # since that word; goes on growing after the end
+    unheard_s: float  # since that word; continues to grow after the end
 
 
 def look(connection: socket.socket, began: float) -> Seen:
@@ -146,13 +146,13 @@ class Observed:
     cut: dict[str, Seen]
     frozen: dict[str, Seen]
     busy: dict[str, Seen]  # the peer runs and does not read
-    accepts: dict[str, bool]  # whether a new connect to the peer succeeds meanwhile
+    accepts: dict[str, bool]  # whether a new connect to the peer succeeds in that time
     thawed: str  # what the frozen peer then found on its connection "full"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A process that accepts connections and reads none of them before a line comes in."""
+    """Is a process that accepts connections and reads none of them before a line comes in."""
 
     process: subprocess.Popen[bytes]
     address: tuple[str, int]
@@ -244,7 +244,7 @@ def test_a_cut_is_reported_in_time(observed, kind):
 
 @pytest.mark.parametrize("kind", ["idle, no keepalive", "full, no time-out"])
 def test_a_cut_is_not_reported_without_both_settings(observed, kind):
-    """Keepalive says nothing while data waits for the window, nor the time-out when none does."""
+    """Keepalive is silent while data waits for the window, the time-out when no data waits."""
     assert observed.cut[kind].error == ""
 
 
@@ -287,7 +287,7 @@ def test_a_peer_that_wakes_up_reads_what_it_was_sent_and_then_a_reset(observed):
 
 
 def test_the_other_side_of_a_cut_learns_nothing_until_it_speaks():
-    """Its peer gave up, and the reset was lost: only its own keepalive would tell it."""
+    """Its peer gave up, and the reset was lost: only its own keepalive would notice."""
     with Lab(2) as lab, contextlib.ExitStack() as stack:
         a, b = lab.hosts
         listener = stack.enter_context(b.socket())

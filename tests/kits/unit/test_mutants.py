@@ -169,7 +169,7 @@ def test_a_change_that_gives_no_program_is_passed_over() -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tree with one module, one test file and one mutant that is known to change nothing."""
+    """A tree with one module, one test file and one mutant that is known to have no effect."""
     root = tmp_path_factory.mktemp("tree")
     (same,) = [m for m in mutants(CODE) if m.rule == "boundary" and m.function == "clamp"]
     known = {
@@ -240,7 +240,7 @@ def test_every_mutant_of_the_tiny_module(tree: Path) -> None:
     known = equivalents.read(tree / equivalents.FILE)
     same = [m for m in mutants(CODE) if known.reason(m)]
     assert [(m.function, m.rule) for m in same] == [("clamp", "boundary")]
-    moved = "\n\n" + CODE  # another line changes nothing
+    moved = "\n\n" + CODE  # another line has no effect
     assert [m.function for m in mutants(moved) if known.reason(m)] == ["clamp"]
 
 

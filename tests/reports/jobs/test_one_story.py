@@ -59,7 +59,7 @@ def digest_of(run: LocalRun) -> str:
 
 
 class Striker:
-    """Strikes a job, and waits each time until it goes on."""
+    """Strikes a job, and waits each time until it continues."""
 
     def __init__(self, run: LocalRun, nodes: LocalNodes) -> None:
         self.run = run

@@ -35,7 +35,7 @@ def call(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def bundle_of(folder: Path, story: str) -> Path | None:
-    """Return the bundle that tells this story: a busy machine may have had another incident."""
+    """Return the bundle that contains this story: a busy machine may have had another incident."""
     for path in folder.glob("*.zip"):
         with zipfile.ZipFile(path) as bundle:
             if story in bundle.read("README.txt").decode():

@@ -1,4 +1,4 @@
-"""Steps of a run are computed again, and runs are compared, from what their ledgers say."""
+"""Steps of a run are computed again, and runs are compared, by their ledgers."""
 
 from __future__ import annotations
 

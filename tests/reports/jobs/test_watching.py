@@ -1,4 +1,4 @@
-"""Readers of a run beside the report: the live picture, metrics for Prometheus, and the trace."""
+"""Readers of a run besides the report: the live picture, metrics for Prometheus, and the trace."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_disturbed_run_while_it_works_and_after_its_end(
 
 
 def check_dashboard(found: dict[str, float]) -> None:
-    """Check that Grafana's dashboard shows the metrics that there are, and no others."""
+    """Check that Grafana's dashboard shows exactly the metrics that there are."""
     dashboard = (ROOT / "contrib" / "grafana" / "holdfast.json").read_text()
     shown = set(re.findall(r"holdfast_[a-z_]+", dashboard))
     told = {name.partition("{")[0] for name in found}

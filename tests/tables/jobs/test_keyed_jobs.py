@@ -23,7 +23,7 @@ PACE = ("--keyed", "--steps", str(STEPS), "--task-s", "0.03")
 
 @pytest.fixture(scope="session")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of the undisturbed run on one worker, which holds all rows itself."""
+    """Return the digest of the undisturbed run on one worker, which holds all rows itself."""
     path = tmp_path_factory.mktemp("keyed") / "run"
     words = [str(SCRIPTS / "tables.py"), "--keyed", "--steps", str(STEPS)]
     with LocalRun(path, ["--virtual", "4"], words) as run:

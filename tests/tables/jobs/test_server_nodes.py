@@ -61,7 +61,7 @@ def test_the_only_copy_of_rows_moves_from_a_drained_node(tmp_path: Path, digest:
     with LocalRun(tmp_path / "run", options, script) as run, further_node(run, "node1") as node:
         pids = servers_of(run, 2)
         (number,) = (s["number"] for s in run.status()["servers"] if s["agent"] == "node1")
-        until_step(run, 30)  # so many updates that no worker keeps them all
+        until_step(run, 30)  # more updates than any worker keeps
         drain = [*HOLDFAST, "drain", "node1", "--run-dir", str(run.run_dir.path)]
         subprocess.run(drain, check=True, timeout=RUN_S)
         until_replaced(run, number, pids)

@@ -189,7 +189,7 @@ def test_an_optimizer_that_has_the_rows_as_well_is_refused() -> None:
 
 
 def test_rows_are_updated_by_whoever_has_come_to_own_them() -> None:
-    """Shares may change before a state is loaded, and each change drops the states of others."""
+    """Shares may change before a state is loaded, and each change drops other owners' states."""
 
     def updated(*layouts: Layout) -> list[torch.Tensor]:
         table = Embedding(ROWS, DIM, name="items", seed=7, optimizer=Adagrad(lr=0.1, **FIRST))
@@ -222,7 +222,7 @@ def recommender(path: Path, workers: int, *options: str, steps: int = STEPS) -> 
 
 
 def score(run: LocalRun) -> list[str]:
-    """Return what a job that ends well prints at its end: how good the model is, and a digest."""
+    """Return the last line of a job that ends well: how good the model is, and a digest."""
     finish(run)
     assert run.out[-2].startswith("AUC ")
     return run.out[-2:]

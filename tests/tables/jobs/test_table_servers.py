@@ -29,7 +29,7 @@ def flags(servers: int, replicas: int = 1) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def digest(tmp_path_factory: pytest.TempPathFactory) -> Digest:
-    """digest(steps) -> that of the undisturbed run on one worker, which holds all rows itself."""
+    """Return digest(steps): the result of the undisturbed run on one worker with all rows."""
     known: dict[int, str] = {}
 
     def compute(steps: int) -> str:
@@ -104,7 +104,7 @@ def test_rows_that_are_read_as_float16_have_the_same_bits_on_servers(
 def test_written_rows_are_the_same_on_servers_and_after_losses_of_workers(
     lost: int, start: Start
 ) -> None:
-    """One that joins runs the lines that write rows again; if all are lost, they count again."""
+    """A joining worker runs the lines that write rows again; if all are lost, they count again."""
     words = ("--written", "--steps", str(STEPS))
     with start(*words, nproc=1, script="tables.py") as alone:
         expected = finish(alone)
@@ -366,7 +366,7 @@ def flip_in_memory(pid: int, wanted: list[bytes]) -> int:
             for each in wanted:
                 at = part.find(each)
                 memory.seek(start + at)
-                # What has moved meanwhile is left alone: it may be something else by now.
+                # An array that has moved by now is left alone: its old place may have a new use.
                 if at >= 0 and memory.read(len(each)) == each:
                     memory.seek(start + at)
                     memory.write(bytes([each[0] ^ 0x10]))
@@ -376,7 +376,7 @@ def flip_in_memory(pid: int, wanted: list[bytes]) -> int:
 
 @pytest.mark.slow
 def test_bits_that_flip_in_a_servers_memory_change_nothing(start: Start) -> None:
-    """Of rows that nobody uses, so that they are where they were until the end reads them all."""
+    """They flip in unused rows, which stay where they are until the end reads all rows."""
     used, rows = 200, 1000
     first = EmbeddingBag(rows, 4, name="users", seed=0).weight.detach().numpy()
     mine = [r for r in range(used, rows - SHARDS) if find_holders(2, 2)[r % SHARDS][0] == 1]

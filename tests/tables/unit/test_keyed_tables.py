@@ -225,7 +225,7 @@ def test_an_index_finds_keys_that_have_moved_or_have_come_with_a_shard(
             uses[here] = torch.randint(0, 1 + turn % 5, (size,), generator=dice)
             taken[shard] = uses[here].nonzero().flatten() + shard * size
         index.replace(taken)
-        # In all shards some keys lose their rows, and others get one at these places.
+        # In all shards some keys lose their rows, and other keys get one at these places.
         for shard in range(SHARDS):
             places = torch.randperm(size, generator=dice)[: size // 4] + shard * size
             here = slice(shard * size, (shard + 1) * size)

@@ -11,12 +11,12 @@ import torch
 
 from holdfast.tables.row_memory import RESERVED_MIN, ReservedArrays, check_room
 
-BIG = 1 << 26  # bytes; more than anything else takes meanwhile
+BIG = 1 << 26  # bytes; more than any other use in that time
 ROWS = BIG // 16
 
 
 def resident() -> int:
-    """Return how many bytes of memory this process uses."""
+    """Return the number of bytes of memory that this process uses."""
     text = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
     return int(re.search(r"^Rss:\s+(\d+) kB", text, re.MULTILINE)[1]) << 10  # type: ignore[index]
 
@@ -37,7 +37,7 @@ def test_only_parts_that_are_written_take_memory_until_they_are_released() -> No
 
 @pytest.mark.parametrize("width", [0, 1, 3])
 def test_the_rows_next_to_a_part_that_is_released_stay(width: int) -> None:
-    count = RESERVED_MIN  # of at least 4 bytes each
+    count = RESERVED_MIN  # elements of at least 4 bytes each
     memory = ReservedArrays()
     array = memory.make(count, width, torch.int32)
     array += 7

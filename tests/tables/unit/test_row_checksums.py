@@ -115,7 +115,7 @@ def made(*names: str) -> ServerGroup:
 def test_rows_that_nobody_reads_are_looked_at_in_turn() -> None:
     found = made("a", "b")
     table = numbered(found, 1)
-    flip(*part_of(table, 2 * table.shape.shard_rows + 1, 1))  # of shard 2
+    flip(*part_of(table, 2 * table.shape.shard_rows + 1, 1))  # in shard 2
     rounds = 32
     for number in range(rounds):
         scrub(found, number, rounds)
@@ -209,7 +209,7 @@ def test_a_key_or_its_uses_that_have_changed_are_noticed_as_the_row_is_read(
     for whole in (False, True):
         assert table.find_damaged(key, whole=whole) == set()
     table.arrays[array][5, 0] = value
-    if rebuilt:  # the keys that came last are sorted in meanwhile
+    if rebuilt:  # the newest keys are sorted in by now
         monkeypatch.setattr("holdfast.tables.row_memory.RECENT_MIN", 0)
         for number in range(12, 12 + SHARDS):
             keys = torch.arange(1000 * number, 1000 * number + 2)

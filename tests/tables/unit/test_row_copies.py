@@ -1,4 +1,4 @@
-"""Copies of shards, for other servers and for checkpoints: updates and reads go on meanwhile."""
+"""Copies of shards, for other servers and for checkpoints: updates and reads continue."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_pinned_version_can_be_copied_however_many_updates_follow() -> None:
 def interrupt(
     made: ServerGroup, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let something happen after each part that is copied, and make parts of one or two rows."""
+    """Run an action after each part that is copied, and make parts of one or two rows."""
     (table,) = made.tables.all
     plain = table.copy
 

@@ -30,7 +30,7 @@ def dice(seed: int) -> torch.Generator:
 
 
 def tables(dim: int, rule: RowOptimizer) -> tuple[nn.Embedding, TableOptimizer, nn.Embedding]:
-    """Return a table with its optimizer, and another one that begins alike."""
+    """Return a table with its optimizer, and another table that begins alike."""
     first = nn.Embedding(ROWS, dim, sparse=True)
     with torch.no_grad():
         first.weight.normal_(generator=dice(1))

@@ -249,7 +249,7 @@ def test_any_number_of_servers_loads_the_rows_that_three_have_saved(
     everything(three, STEPS, 2)
     store = Checkpoints(FileStorage(tmp_path))
     three.save(STEPS, 40, "token", 1, share_out(find_holders(3, 2)))
-    # Updates go on while rows are saved.
+    # Updates continue while rows are saved.
     three.push(STEPS + 1, update(STEPS + 1, 2))
     first = store.begin(40, "token", 0)
     first.commit([first.write([], 0), *first.gather(4, 30.0)], {})
@@ -516,5 +516,5 @@ def test_orders_wait_until_no_answer_is_on_its_way() -> None:
     read = client.read(KEPT + 1, [torch.arange(ROWS)])
     assert torch.equal(read[0], expected(RULES[1], KEPT + 1)[0])
     until(lambda: any("copied" in line for line in servers.log), "the copy")
-    assert not client.reader.find_suspects()  # nobody was taken for unreachable
+    assert not client.reader.find_suspects()  # no server was taken for unreachable
     assert late in mine

@@ -1,4 +1,4 @@
-"""Servers that have just started: nobody waits for their rows while others have them."""
+"""Servers that have just started: no reader waits for their rows while other servers have them."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_server_without_memory_for_tables_is_replaced_by_another_one(
     named = [line.partition(" takes")[0] for line in servers.log if full in line]
     good = 1 if named == ["server 0"] else 0
     assert named == [f"server {1 - good}"]
-    # If the other one loses its rows, they are lost: nobody waits for the full one.
+    # If the other one loses its rows, they are lost: no reader waits for the full one.
     made.clear()
     start_again(servers, good)
     with pytest.raises(UserError, match="rows of items are lost"):

@@ -141,7 +141,7 @@ def test_a_step_that_the_scaler_leaves_out_updates_no_row(
     mine.backward(float("inf") if where == "rows" else 1.0, scaled=True)
     if where == "layer":
         mine.top.weight.grad[0, 0] = float("inf")
-        mine.optimizer.found_inf = torch.tensor(1.0)  # as a fused optimizer is told
+        mine.optimizer.found_inf = torch.tensor(1.0)  # the same way as for a fused optimizer
     mine.updates.note_step(mine.optimizer)
     mine.scaler.step(mine.optimizer)
     mine.scaler.update()

@@ -1,4 +1,4 @@
-"""Servers that compute wrongly: their rows are noticed before anybody uses them."""
+"""Servers that compute wrongly: their rows are noticed before a worker uses them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = ["close_servers"]  # a fixture
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no server count as silent: the rows of the others would be used without it."""
+    """Count no server as silent: the rows of the other servers would be used without it."""
     monkeypatch.setattr(server_connection, "PATIENCE_S", 20.0)
 
 
@@ -81,7 +81,7 @@ class WrongRule:
 
 
 def begin(client: RowClient) -> None:
-    """Let all servers give the rows their first values."""
+    """Make all servers give the rows their first values."""
     name, ask = client._group.name, client.reader._referee._ask
     for server in client.book.list_servers():
         ServerConnection(client.book, server, client._group).order(wire.ResetRows(name, ALL))
@@ -96,7 +96,7 @@ def begin(client: RowClient) -> None:
 
 
 def spoil(servers: Servers, number: int, calls: range, slot: bool = False) -> None:
-    """Let one server compute wrongly in some updates."""
+    """Make one server compute wrongly in some updates."""
     (found,) = servers.servers[number]._groups.values()
     for _, block in found.tables._blocks:
         if isinstance(block, RowBlock):
@@ -199,7 +199,7 @@ def test_rows_are_given_up_if_nobody_can_say_whose_are_right() -> None:
     (held,) = servers.servers[1]._groups.values()
     key = torch.tensor([4])
     part = RowUpdate(keys=[key], grads=[torch.ones(1, 5)], steps=[1], rates=[0.1])
-    held.tables.apply(0, (4,), part)  # nothing knows that it was applied
+    held.tables.apply(0, (4,), part)  # no record shows that it was applied
     with pytest.raises(UserError, match=r"rows of items are lost: .* shards 4 "):
         everything(client, KEPT + 2, 1)
     (line,) = wrong_lines(servers)
@@ -305,7 +305,7 @@ def test_fingerprints_follow_from_the_updates_alone(
     assert len(set(all_prints)) == 13
     found = make(described, given)
     assert [found._take_fingerprints(n, ALL) for n in range(13)] == all_prints
-    # A shard that has come from elsewhere, and one that was dropped and comes to it again.
+    # A shard that has come from elsewhere, and a shard that was dropped and reaches it again.
     found.drop_wrong(3, 12, all_prints[12][3])
     other = make(described, given[:10])
     copy = other.copy(5, 8)

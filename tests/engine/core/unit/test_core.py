@@ -161,7 +161,7 @@ def test_boundary_assignment_is_balanced_and_contiguous(vranks: int, data: st.Da
     assert max(loads(owners, workers)) - min(loads(owners, workers)) <= 1
     blocks = [owners[i] for i in range(vranks) if i == 0 or owners[i] != owners[i - 1]]
     assert sorted(blocks) == workers
-    assert assign_at_boundary(vranks, workers, owners) == owners  # nothing moves without a reason
+    assert assign_at_boundary(vranks, workers, owners) == owners  # no task moves without a reason
 
 
 @given(vranks=st.integers(1, 32), data=st.data())
@@ -313,7 +313,7 @@ def test_a_worker_has_stopped_before_it_is_fenced(
     policy: LeasePolicy,
 ) -> None:
     """Times of one true clock; the node's own runs faster or slower by `drift` from time 0."""
-    proved = min(proved, witness)  # nothing proves more than the witness allows
+    proved = min(proved, witness)  # no ledger proves more than the witness allows
     rate = 1 + drift
     stops_at = acting_deadline(answered * rate, proved * rate, policy) / rate
     fenced_at = fence_time(answered + heard_late, witness, policy)
@@ -395,7 +395,7 @@ def asking(name: str, seq: int, asks: str, check: str) -> AgentReport:
 
 
 def drain_now(found: Facts) -> str:
-    """Drain the nodes that should be drained; return why others are not."""
+    """Drain the nodes that should be drained; return the reasons for keeping the other ones."""
     why_not, plan = drain(found)
     renew(found, *plan)
     return why_not
@@ -439,7 +439,7 @@ def test_a_node_that_fails_is_drained_and_a_failure_that_many_share_drains_none(
 
 
 def test_a_check_that_a_quarter_fails_is_theirs_and_one_that_more_fail_is_shared() -> None:
-    """Of eight nodes at most two are drained at a time; of two, one; of one, none."""
+    """At most two of eight nodes are drained at a time; one of two; none of one."""
     several = {count: [("n", "disk")] * count + [("m", "")] * (8 - count) for count in (2, 3)}
     assert choose_drains(several[2]) == (("n", "n"), "")
     chosen, why = choose_drains(several[3])

@@ -127,10 +127,10 @@ def test_the_defaults_for_a_fleet_are_pinned() -> None:
     assert (fleet.farewell_s, fleet.disowned_s, fleet.avoid_s) == (10.0, 30.0, 60.0)
 
 
-ENDLESS = ("acting_until", "leaves_in_s")  # as long as nobody says otherwise
+ENDLESS = ("acting_until", "leaves_in_s")  # both are endless while no status limits them
 
 
-# Values that mean nothing, although they are not false.
+# Values without a meaning, although they are not false.
 NOTHING = (Stage.BOOTING, ReplicaStage.ABSENT, Phase.SCRIPT, SIGTERM, NO_SETBACKS)
 
 
@@ -154,7 +154,8 @@ def test_a_record_that_says_nothing_wants_nothing() -> None:
 
 def test_the_bounds_on_everything_that_is_kept_are_pinned() -> None:
     assert formation.STEPS_MISSED_MAX == 64  # steps that a worker may miss and still catch up
-    assert formation.QUARANTINED_S == 10.0  # longer than a first quarantine, shorter than others
+    # It is longer than a first quarantine and shorter than the later ones.
+    assert formation.QUARANTINED_S == 10.0
     assert coordinator.SKIPPED == 1000  # numbers, after the loss of the journal
     assert (durable.KNOWN_MAX, invalidations.INVALIDATIONS_MAX) == (128, 16)
     assert (standing.JOB_EVENTS_MAX, UNANSWERED_MAX) == (8, 1024)

@@ -1,4 +1,4 @@
-"""The stories in tests/stories: the machines of the core do what is written there."""
+"""The stories in tests/stories: the machines of the core do as these stories describe."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STORIES = sorted(FOLDER.iterdir())
 
 
 def tell_again(path: Path, *, rewrite: bool) -> None:
-    """Have the machines act out a story; compare it with its text, or write the text again."""
+    """Make the machines act out a story; compare it with its text, or write the text again."""
     story = story_kit.read(path)
     found = story_kit.told(story)
     if rewrite:
@@ -150,7 +150,7 @@ def test_only_news_is_written() -> None:
 
 
 def change_in(story: story_kit.Story, machines: Machines | None = None) -> str:
-    """Return how these machines change the story; they may not even reach its end."""
+    """Return the change that these machines make to the story; they may not even reach its end."""
     try:
         return story_kit.difference(story, story_kit.told(story, machines))
     except story_kit.StoryError as error:
@@ -181,7 +181,7 @@ class _NeverPauses(AgentMachine):
 
 
 class _Stubborn(WorkerMachine):
-    """Does not say in its votes that a change is pending."""
+    """Never reports in its votes that a change is pending."""
 
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
         self._standing.pending_view = NO_VIEW

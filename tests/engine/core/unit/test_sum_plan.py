@@ -131,7 +131,7 @@ def test_contiguous_blocks_need_log_n_peers_and_the_bytes_of_a_ring(
 
 
 def test_low_levels_stay_within_a_machine() -> None:
-    """Of a sum of size 1, machines of eight send less than 1 each to other machines."""
+    """Machines of eight workers send less than 1 each to other machines for a sum of size 1."""
     nodes = nodes_of(range(64), 64)
     plans = [plan_sum(nodes, 64, rank) for rank in range(8)]
     crossing = [m for p in plans for lv in p.up for m in lv.sends if m.peer >= 8]
@@ -140,7 +140,7 @@ def test_low_levels_stay_within_a_machine() -> None:
 
 @pytest.mark.parametrize("lost", [1, 4, 24])
 def test_lost_workers_leave_few_peers(lost: int) -> None:
-    """Until the next boundary makes blocks contiguous again."""
+    """The blocks are not contiguous again before the next boundary."""
     dice = random.Random(lost)
     gone = set(dice.sample(range(1024), lost))
     left = [rank for rank in range(1024) if rank not in gone]

@@ -32,7 +32,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def launched(tmp_path: Path, *options: str) -> LocalRun:
-    """A job that goes on slowly until `tmp_path/go` is there."""
+    """A job that continues slowly until `tmp_path/go` is there."""
     run_dir = tmp_path / "run"
     command = ("launch", "local", "--run-dir", str(run_dir), "--nodes", "3")
     return LocalRun(run_dir, [*OPTIONS, *options], [SCRIPT, str(tmp_path / "go")], command=command)
@@ -70,7 +70,7 @@ def cluster(tmp_path: Path) -> Iterator[FakeCluster]:
 
 
 def on_the_fake(tmp_path: Path, cluster: FakeCluster) -> LocalRun:
-    """A job of three nodes that the fake manager gives, and whose misfortunes are ours to tell."""
+    """Make a job of three nodes that the fake manager gives; the test chooses its misfortunes."""
     spec = JobSpec(
         job=os.urandom(8).hex(),
         script=SCRIPT,
@@ -99,7 +99,8 @@ def test_a_job_survives_a_killed_and_a_drained_host(
     with on_the_fake(tmp_path, cluster) as run:
         assert_survives(run, cluster, (tmp_path / "go").touch)
         assert finish(run) == undisturbed
-    # The fleet says this once of each node; events of the job depend on who is late just then.
+    # The fleet prints this once for each node; events of the job depend on the workers that are
+    # late just then.
     assert sum(" is drained: " in line for line in run.err) == 1, run.err
 
 

@@ -21,7 +21,7 @@ from holdfast.engine.fleet import fleet_process
 from holdfast.engine.fleet.cluster_manager import StoppedByOperator
 from holdfast.engine.fleet.fleet_process import FleetDriver, FleetPace
 
-LOOKS = 5  # of a manager that has ended all placements, while the job saves
+LOOKS = 5  # looks at a manager that has ended all placements, while the job saves
 
 
 class EndedManager:

@@ -40,7 +40,7 @@ def test_nothing_is_reported_when_all_run() -> None:
     for now in (0.0, 100.0):
         assert list(report.read([placed(1), placed(2)], now)) == []
     late = [placed(1), placed(2, "later")]
-    assert list(report.read(late, 300.0)) == []  # the wait begins anew
+    assert list(report.read(late, 300.0)) == []  # the wait begins again
     assert list(report.read(late, 310.0)) == ["Slurm gives 1 of 2 nodes; later"]
 
 

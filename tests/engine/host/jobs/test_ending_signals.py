@@ -26,7 +26,7 @@ TRAINER, STARTER = str(SCRIPTS / "trainer.py"), str(SCRIPTS / "starts_processes.
 
 
 def saving(tmp_path: Path, popen: Callable[..., subprocess.Popen[str]]) -> LocalRun:
-    """Return a job that saves nothing before its end, with data workers."""
+    """Return a job that saves no checkpoint before its end, with data workers."""
     store = ("--store", str(tmp_path / "store"), "--save-every", "100000")
     options = ["--nproc", "2", "--virtual", "4", *store]
     words = [TRAINER, "--steps", "100000", "--task-s", "0.02", "--loaders", "1"]

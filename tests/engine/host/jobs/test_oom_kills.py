@@ -1,4 +1,4 @@
-"""A kill by the kernel for lack of memory is told from any other: by its log, or by a count."""
+"""Kills by the kernel for lack of memory are recognised: by its log, or by a count."""
 
 from __future__ import annotations
 

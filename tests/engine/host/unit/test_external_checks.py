@@ -43,7 +43,7 @@ Script = Callable[..., ExternalCheck]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """script(text) -> a check that runs it with sh; it may refer to its own folder as $HERE."""
+    """Return script(text): it makes a check run by sh, which may call its own folder $HERE."""
 
     def make(text: str, limit_s: float = RUN_S, every_s: float = 0.0) -> ExternalCheck:
         path = tmp_path / "check.sh"
@@ -68,7 +68,7 @@ def repeated() -> Iterator[Callable[[ExternalCheck], RepeatedCheck]]:
 
 
 def gone(fifo: int) -> bool:
-    """Whether every process that held the other end of a FIFO has ended."""
+    """Return whether every process that held the other end of a FIFO has ended."""
     return bool(wait_readable([fifo], RUN_S)) and os.read(fifo, 1) == b""
 
 
@@ -114,7 +114,7 @@ def test_names_are_given_once_and_not_without_end() -> None:
 
 
 def test_no_name_can_be_that_of_a_built_in_check() -> None:
-    """They are told apart by their prefix, which no check of ours may have."""
+    """Their prefix distinguishes them, which no check of ours may have."""
     assert run(parse_check("disk=true")).check == "external-disk"
     for path in (ROOT / "src/holdfast/doctor").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -191,7 +191,7 @@ def test_a_command_that_hangs_is_killed_with_all_that_it_started(
 def test_processes_that_a_command_leaves_behind_are_killed_and_not_waited_for(
     script: Script, tmp_path: Path
 ) -> None:
-    """Although it holds the pipes, and even writes to them."""
+    """The process that is left holds the pipes, and even writes to them."""
     os.mkfifo(tmp_path / "held")
     held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
     found = run(script("exec 3>$HERE/held\nyes >&2 &\nsleep 1000 &\necho done; exit 1"))
@@ -211,7 +211,7 @@ def test_an_answer_that_makes_no_sense_is_unknown() -> None:
 
 
 def told(check: RepeatedCheck, now: float) -> Finding:
-    """What the run that is going on finds."""
+    """Return the finding of the current run."""
     while True:
         found = check.round(now)
         if found:

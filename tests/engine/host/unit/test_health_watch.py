@@ -153,7 +153,7 @@ def test_a_failure_elsewhere_starts_it_again_and_must_be_seen_well_too() -> None
     story.rounds(*[OK] * 50)
     story.round(OK, finding(FAIL, "gpu"))
     for _ in range(100):
-        assert story.round(OK) is Health.DRAIN  # nobody says that the GPU is well
+        assert story.round(OK) is Health.DRAIN  # no check reports that the GPU is well
     for _ in range(60):
         story.round(OK, finding(OK, "gpu"))
     assert story.round(OK, finding(OK, "gpu")) is Health.HEALTHY

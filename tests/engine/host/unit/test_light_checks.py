@@ -1,4 +1,4 @@
-"""Children with a bound, and the checks that an agent repeats: nothing ever waits for them."""
+"""Children with a bound, and the checks that an agent repeats: the agent never waits for them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_child_that_hangs_is_killed() -> None:
 
 
 class Undead:
-    """A process in the kernel's hands: killing does not end it."""
+    """Is a process in the kernel's hands, which a kill does not end."""
 
     stdin = stdout = stderr = None
     returncode = None

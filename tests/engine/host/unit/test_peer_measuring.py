@@ -176,7 +176,7 @@ def test_a_server_lets_in_a_bounded_number() -> None:
 
 
 def test_strangers_take_nobodys_place() -> None:
-    """Without a proof each is turned away, the oldest first; a peer is measured all the same."""
+    """Each stranger without a proof is turned away, the oldest first; a peer is still measured."""
 
     async def ask(port: int) -> PeerSample:
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]

@@ -1,4 +1,4 @@
-"""The gate against strangers, over real sockets: each is refused, with one line that says why.
+"""The gate against strangers, over real sockets: each is refused, with a reason in one line.
 
 Every test ends with a client that knows the secret and is served.
 """
@@ -42,7 +42,7 @@ NONCE = b"n" * frames.NONCE_BYTES
 
 
 async def refused(here: Site, peer: Stranger, why: str) -> None:
-    """`peer` is hung up on; exactly one line of the log is about it and tells why."""
+    """Check that `peer` is hung up on, and that one line of the log names it and the reason."""
     await peer.ended()
     await until(lambda: here.lines)
     await honest(here)
@@ -67,7 +67,7 @@ def test_both_sides_learn_that_the_other_is_of_another_job() -> None:
             assert len(here.lines) == 1
             assert "it is of job job-one, and this is job job-two" in here.lines[0]
             assert not here.channels
-            for job in ("job-two", ""):  # its own; one that is of no job yet
+            for job in ("job-two", ""):  # its own; a peer without a job yet
                 channel = await connect(HOST, here.port, SECRET, job=job)
                 assert await ask(channel) == StatusReply(text="hello")
                 channel.close()
@@ -103,7 +103,7 @@ def test_a_job_cannot_be_put_into_somebody_else_s_mouth() -> None:
 
 
 def first_release(nonce: bytes) -> bytes:
-    """What the release before greetings named release and job says first; it waits for as much."""
+    """Return the first bytes of a release whose greetings named no job; it reads equally many."""
     return frames.MAGIC + b"\0\1" + nonce
 
 
@@ -133,7 +133,7 @@ def test_a_server_of_the_first_release_is_named_without_waiting_for_more() -> No
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(WireError, match="the server speaks version 1, we speak 2"):
                 await connect(HOST, port, SECRET, job="job-one", handshake_s=PATIENCE_S)
-        await until(lambda: heard)  # ours, so that its log can say the same
+        await until(lambda: heard)  # it receives our greeting, so that its log can name the reason
         assert heard[0].startswith(frames.MAGIC + b"\0\2")
 
     play(scene)
@@ -304,7 +304,7 @@ def test_bad_connections_do_not_flood_the_log() -> None:
 
 
 def told(lines: list[str]) -> int:
-    """How many refusals the log accounts for."""
+    """Return the number of refusals in the log."""
     found = [re.match(r"and (\d+) more", line) for line in lines]
     return sum(int(m[1]) if m else 1 for m in found)
 
@@ -374,7 +374,7 @@ def test_the_first_frame_may_not_be_huge() -> None:
 
 def test_a_client_that_never_reads_is_cut_off() -> None:
     async def flood(channel: Channel) -> None:
-        """As the coordinator does: sends when it has something to say, and listens all the time."""
+        """Send whenever there is a message, and listen all the time, like the coordinator."""
         if (await channel.receive(StatusRequest)) is not None and greedy:
             greedy.clear()
             listening = asyncio.ensure_future(channel.receive(StatusRequest))
@@ -404,7 +404,7 @@ def test_a_client_that_never_reads_is_cut_off() -> None:
 
 
 def test_a_client_that_never_reads_is_lost_when_the_kernel_gives_up() -> None:
-    """The backlog is within bounds, but nothing of it moves: the kernel gives up after dead_s."""
+    """The backlog is within bounds, but no byte of it moves: the kernel gives up after dead_s."""
 
     async def flood(channel: Channel) -> None:
         while await channel.receive(StatusRequest) is not None:
@@ -467,7 +467,7 @@ def test_a_channel_that_is_finished_has_delivered_everything() -> None:
 
 
 class Exhausted(socket.socket):
-    """A listener that finds no free descriptor the first time."""
+    """Is a listener that finds no free descriptor the first time."""
 
     tries = 0
 
@@ -527,7 +527,7 @@ def test_complaints_are_told_or_counted() -> None:
     assert said == ["c0", "c1", "and 3 more in 10 s, the last: c4"]
     assert log.deadline() is None
     log.add("c5", 111.0)
-    log.add("c6", 130.0)  # nobody had flushed: a new window all the same
+    log.add("c6", 130.0)  # no flush before: a new window all the same
     assert said[3:] == ["c5", "c6"]
     log.add("c7", 131.0)
     log.add("c8", 132.0)
@@ -537,7 +537,7 @@ def test_complaints_are_told_or_counted() -> None:
 
 @pytest.mark.parametrize("unread", [False, True], ids=["read all", "left some unread"])
 def test_the_last_words_of_a_peer_are_read_though_it_cannot_be_answered(unread: bool) -> None:
-    """As by an agent that was frozen while its job ended, and reports as it wakes."""
+    """An agent can be such a peer: it was frozen while its job ended, and reports as it wakes."""
 
     async def scene() -> None:
         with socket.create_server((HOST, 0)) as listener:

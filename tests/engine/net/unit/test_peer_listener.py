@@ -94,7 +94,7 @@ def test_silent_and_dripping_strangers_do_not_keep_a_peer_from_its_pieces(
 
 
 class Site:
-    """A listener whose peers end up in `arrived`, and whose complaints in `lines`."""
+    """Is a listener; its peers end up in `arrived`, and its complaints in `lines`."""
 
     def __init__(self, listener: socket.socket, limits: ListenerLimits) -> None:
         self.port = listener.getsockname()[1]
@@ -115,7 +115,7 @@ class Site:
         return socket.create_connection((HOST, self.port), PATIENCE_S, (source, 0))
 
     def serves(self, purpose: peer_stream.Purpose = (1, 2, 3)) -> None:
-        """A peer gets in, and the handler receives the bytes that it sends at once."""
+        """Check that a peer gets in, and that the handler receives its bytes at once."""
         with peer_stream.connect(self.address, IDENTITY, MAGIC, purpose) as peer:
             peer.sendall(b"hello")
             channel, found = self.arrived.get(timeout=PATIENCE_S)
@@ -262,7 +262,7 @@ def test_complaints_are_bounded_and_none_is_lost() -> None:
 
 
 class Exhausted(socket.socket):
-    """A listener that finds no free descriptor the first time."""
+    """Is a listener that finds no free descriptor the first time."""
 
     tries = 0
 
@@ -294,12 +294,12 @@ def test_a_listener_that_wakes_while_it_is_closed_is_closed_once() -> None:
     with site() as here:
 
         class BusyEvent(threading.Event):
-            """Lets the listener's thread see the end before `close` has gone on."""
+            """Lets the listener's thread see the end before `close` continues."""
 
             def set(self) -> None:
                 super().set()
                 with contextlib.ExitStack() as stack:
-                    # Nobody needs to wake a thread that has looked at the end by itself.
+                    # There is no need to wake a thread that has looked at the end by itself.
                     with contextlib.suppress(ConnectionRefusedError):
                         stack.enter_context(here.stranger())
                     until(lambda: here.listening._selector.get_map() is None, "the thread ends")

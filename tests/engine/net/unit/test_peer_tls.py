@@ -98,7 +98,7 @@ def test_the_contract_over_tls_in_processes(
 
 
 class FreezesOnceKnown(SharedRendezvous):
-    """A rendezvous of a process that is stopped as soon as others know its address."""
+    """A rendezvous of a process that is stopped as soon as other processes know its address."""
 
     def publish(self, address: bytes) -> None:
         self.addresses["frozen pid"] = os.getpid()
@@ -107,7 +107,7 @@ class FreezesOnceKnown(SharedRendezvous):
 
 
 def leaves_a_frozen_peer(member: GroupMember) -> None:
-    """Its kernel takes the connection in, and nobody there shakes hands."""
+    """Check that a frozen peer is left: its kernel accepts, but no process shakes hands."""
     kind = FreezesOnceKnown if member.rank == 1 else SharedRendezvous
     rendezvous = kind(member.addresses, "frozen", member.rank, threading.Event())
     transport, began = member.make(), time.monotonic()
@@ -124,7 +124,7 @@ def test_a_peer_that_freezes_in_the_handshake_is_left_in_time(ours: Path) -> Non
 
 
 def test_a_peer_that_never_shakes_hands_is_left_in_time(ours: Path) -> None:
-    """It looks frozen: its kernel takes connections in, and nothing answers them."""
+    """It looks frozen: its kernel takes connections in, and no process answers them."""
     with socket.create_server((HOST, 0)) as silent:
         number = b"\0" * 8
         addresses = {"silent/1": number + f"{HOST}:{silent.getsockname()[1]}/{HOST}".encode()}
@@ -153,7 +153,7 @@ def test_a_member_with_certificates_of_another_authority_is_refused(
 
 
 class Tapped(SharedRendezvous):
-    """A rendezvous whose connections go through a relay that records their bytes."""
+    """Is a rendezvous whose connections go through a relay that records their bytes."""
 
     heard: bytearray
 
@@ -244,7 +244,7 @@ def test_a_send_that_would_block_goes_on_where_it_stopped(ours: Path) -> None:
 
     reader = threading.Thread(target=receive)
     sent = near.send(parts)
-    assert 0 < sent < len(got)  # nobody reads yet
+    assert 0 < sent < len(got)  # no process reads yet
     reader.start()
     flat = memoryview(b"".join(parts))
     while sent < len(flat):
@@ -271,7 +271,7 @@ def test_a_send_that_is_stuck_ends_with_the_group(ours: Path) -> None:
     near, far = wires(ours)
     network = GroupNetwork()
     network.connect(1, near)
-    data = memoryview(bytearray(64 << 20))  # nobody reads it
+    data = memoryview(bytearray(64 << 20))  # no process reads it
     expected, leaving = network.exchange({network.link(1): [(1, data)]}, [], 1)
     assert leaving
     threading.Timer(0.1, network.abort).start()

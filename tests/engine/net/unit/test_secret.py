@@ -176,7 +176,7 @@ def test_workers_get_the_peer_key_and_never_the_secret(
 
 
 def test_a_run_directory_gets_the_secret_as_a_new_file_of_its_own(tmp_path: Path) -> None:
-    """Neither through a link that somebody has left there, nor into a file that others can read."""
+    """The secret goes neither through an older link, nor into a file that other users can read."""
     spec = make_spec(parser().parse_args([__file__]))
     stolen = tmp_path / "stolen"
     for place in ("linked", "dangling", "open"):

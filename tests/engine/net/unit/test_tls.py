@@ -40,7 +40,7 @@ Issue = Callable[..., TlsFiles]
 
 @pytest.fixture(scope="module")
 def issue(tmp_path_factory: pytest.TempPathFactory) -> Issue:
-    """issue(ca="ours", host=HOST, not_after=None) -> files; one CA for each name."""
+    """Return issue(ca="ours", host=HOST, not_after=None): it makes files; one CA for each name."""
     authorities: dict[str, trustme.CA] = {}
 
     def make(
@@ -262,7 +262,7 @@ def test_a_flood_of_half_open_tls_is_bounded(ours: TlsFiles) -> None:
 
 
 def test_bytes_altered_inside_tls_are_refused(ours: TlsFiles) -> None:
-    """Someone between the two flips a bit of what the client says after the handshake."""
+    """An attacker between the two has flipped a bit of the client's data after the handshake."""
 
     async def scene() -> None:
         async with site(tls=server_context(ours)) as here, between(here.port) as tapped:

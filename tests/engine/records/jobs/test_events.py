@@ -176,7 +176,7 @@ def test_a_killed_worker_is_one_incident_with_its_cost(
         finish(run)
     path = str(run.run_dir.path)
     titled = {each.title[:17]: each for each in list_incidents(run.events())}
-    incident = titled["worker 2 was lost"]  # a busy machine may add others
+    incident = titled["worker 2 was lost"]  # a busy machine may add more
     assert {"lost", "view", "resumed"} <= {e["kind"] for e in incident.events}
     assert incident.cost["missing"] == 1
     assert incident.cost["tasks"] > 0

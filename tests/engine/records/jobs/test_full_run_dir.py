@@ -28,7 +28,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def undisturbed(tmp_path: Path, steps: int, options: list[str]) -> str:
-    """Return the last line of a run that nothing disturbs; the file `go` is there."""
+    """Return the last line of an undisturbed run; the file `go` is there."""
     script = [str(SCRIPTS / "paced.py"), str(tmp_path / "go"), str(steps)]
     with LocalRun(tmp_path / "undisturbed", [*OPTIONS, *options], script) as run:
         return finish(run)
@@ -50,7 +50,7 @@ def lines_with(run: LocalRun, words: str) -> list[str]:
 
 
 def details(run: LocalRun) -> list[str]:
-    """Return what the status says of each worker."""
+    """Return the text of the status for each worker."""
     return [worker["detail"] for worker in run.status()["workers"]]
 
 

@@ -196,7 +196,7 @@ def trained(path: Path, nproc: int, faults: str = "", options: tuple[str, ...] =
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run with nothing wrong, on one worker."""
+    """Return the directory of a run without errors, on one worker."""
     return trained(tmp_path_factory.mktemp("clean") / "job", 1)
 
 
@@ -339,7 +339,7 @@ def test_states_with_digests_of_other_parts_are_not_compared(
 
 
 class Joined(InnerGroup):
-    """Stands for a worker's process, beside others that have these digests."""
+    """Stands for a worker's process, next to other workers with these digests."""
 
     def __init__(self, *others: list[int]) -> None:
         self._others = others

@@ -44,7 +44,7 @@ def only(*events: dict[str, Any]) -> Incident:
 def test_every_phrase_of_the_table_is_in_the_texts_that_are_logged() -> None:
     parts = ("core", "train", "runtime")
     source = "".join(p.read_text() for part in parts for p in (SOURCE / part).rglob("*.py"))
-    source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that go on in the next line
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that continue in the next line
     phrases = {cause.phrase for cause in CAUSES} - {f"ended by {name}" for name in SIGNALS}
     phrases -= {"on every worker)"}  # the kind of process is put in
     assert [phrase for phrase in phrases if phrase not in source] == []
@@ -52,7 +52,7 @@ def test_every_phrase_of_the_table_is_in_the_texts_that_are_logged() -> None:
 
 @pytest.mark.parametrize("story", sorted(STORIES.glob("*.txt")), ids=lambda path: path.stem)
 def test_the_incidents_of_all_stories_have_a_cause(story: Path) -> None:
-    """Faults of which no first cause is known would make an incident of their own."""
+    """Faults without a known first cause would make an incident of their own."""
     told = [(kind, " ".join(text.split())) for kind, text in LINE.findall(story.read_text())]
     lines = [(kind, text) for kind, text in told if kind in TELLING]
     if not lines:

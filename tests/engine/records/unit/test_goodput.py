@@ -97,14 +97,14 @@ def test_steps_that_the_job_goes_back_behind_are_lost() -> None:
     ]
     found = share(processes, events)
     parts = found.parts()
-    assert parts[Part.LOST] == pytest.approx(3.0)  # two of the four steps that the line tells of
+    assert parts[Part.LOST] == pytest.approx(3.0)  # two of the four steps in the line
     assert parts[Part.PRODUCTIVE] == pytest.approx(4.0 + 3.0 + 5.0)
     assert parts[Part.DEGRADED] == pytest.approx(2.0)
     assert parts[Part.STARTING] == pytest.approx(3.0)
 
 
 def test_nothing_is_lost_if_no_view_repeats_steps() -> None:
-    """A line may tell of steps before and after a planned view."""
+    """A line may list steps before and after a planned view."""
     join = event(5, "view", view=2, step=3)
     found = share(
         [process(0, 1, 0, spent(0, starting=2.0), spent(6, task=6.0))], [FIRST_VIEW, join]
@@ -210,7 +210,7 @@ def test_unions(pairs: list[tuple[float, float]]) -> None:
 
 @st.composite
 def lives(draw: st.DrawFn) -> list[ProcessTimes]:
-    """Return processes of a few workers that may overlap, end early, or have written nothing."""
+    """Return processes of a few workers that may overlap, end early, or have written no line."""
     found = []
     for worker in range(draw(st.integers(1, 4))):
         at = draw(st.floats(0, 5))

@@ -300,7 +300,7 @@ def test_samples_of_missing_and_wrong_steps_count_as_lost(tmp_path):
 
 
 class Doubling:
-    """A plan whose epochs use some samples twice and others never; all else is honest."""
+    """A plan whose epochs use some samples twice and other samples never; all else is honest."""
 
     def __init__(self, plan):
         self._plan = plan
@@ -462,7 +462,7 @@ def test_no_more_may_be_dropped_than_was_declared(tmp_path):
 
 
 def test_a_replay_may_drop_something_else(tmp_path):
-    """The newest commit is the one that counts; copies of one must agree all the same."""
+    """The newest commit counts; copies of one must agree all the same."""
     for worker in (0, 1):
         write(tmp_path, worker, [without(entry(s), 0) for s in range(3)], backup=1)
         again = [entry(1, 2, view=2), without(entry(2, 2, view=2), 1)]

@@ -1,4 +1,4 @@
-"""What the ledger proves of records that were left out: those that were told, and no others."""
+"""What the ledger proves of records that were left out: exactly the records that were reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Told = Mapping[int, Mapping[int, Sequence[int]]]  # by step and virtual rank
 
 
 def record_of(step: int, vrank: int, place: int = 0) -> int:
-    """A record that a task reads."""
+    """Return a record that a task reads."""
     return int(PLAN.indices(step, vrank)[place])
 
 
@@ -33,7 +33,7 @@ TOLD: Told = {1: {2: (BAD,)}}
 
 
 def steps_of(told: Told, used: Told | None = None) -> list[LedgerEntry]:
-    """Entries whose tasks have told this, and used other records as if they had told `used`."""
+    """Entries whose tasks reported this, and used other records as if they had reported `used`."""
     entries, before = [], set()
     used = told if used is None else used
     for step in range(STEPS):
@@ -76,9 +76,9 @@ def test_a_substitute_that_is_bad_is_told_of_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("told", "used", "words"),
     [
-        ({}, TOLD, "used other samples"),  # replaced, and not told
-        (TOLD, {}, "used other samples"),  # told, and used all the same
-        (TOLD, {1: {2: (BAD, NEXT)}}, "used other samples"),  # more than was told
+        ({}, TOLD, "used other samples"),  # replaced, and not reported
+        (TOLD, {}, "used other samples"),  # reported, and used all the same
+        (TOLD, {1: {2: (BAD, NEXT)}}, "used other samples"),  # more than was reported
         ({1: {2: (BAD,)}, 6: {3: (BAD,)}}, TOLD, "left out before"),
         ({1: {3: (BAD,)}}, {1: {3: (BAD,)}}, "no reason to read"),
         ({1: {2: tuple(range(PLAN.length))}}, {}, "all 50 records"),
@@ -109,7 +109,7 @@ def test_copies_agree_on_what_was_left_out(tmp_path: Path) -> None:
 
 
 def test_a_round_repeats_what_its_step_has_told(tmp_path: Path) -> None:
-    """The second round's tasks use the same samples, and say so."""
+    """The second round's tasks use the same samples, and record it."""
     entries = []
     for each in steps_of(TOLD):
         index = each.place.index

@@ -44,7 +44,7 @@ class LongRun:
         chance = self._chance
         self._step += chance.randrange(1, 50)
         self._tell_routine()
-        if chance.random() < 0.3:  # a change that nothing has caused
+        if chance.random() < 0.3:  # a change without a cause
             self._tell("view", step=max(self._step - chance.randrange(9), 0))
         worker = chance.randrange(4)
         first = self._tell(chance.choice(("silent", "wrong", "slow")), worker=worker)
@@ -52,7 +52,7 @@ class LongRun:
             return
         lost = self._tell(chance.choice(("lost", "leave")), first, worker=worker)
         self._tell_routine()
-        if chance.random() < 0.3:  # the next one knows of no causes, and tells of the loss again
+        if chance.random() < 0.3:  # the next one knows of no causes, and records the loss again
             self._term += 1
             lost = self._tell("lost", worker=worker)
         view = self._tell("view", lost, step=max(self._step - chance.randrange(5), 0))
@@ -61,7 +61,7 @@ class LongRun:
             self._tell("join", worker=worker)
 
     def processes(self) -> list[ProcessTimes]:
-        """Return times of four workers from the second event on, some of which end early."""
+        """Return times of four workers from the second event on; some of them end early."""
         began, count = self.events[1]["time"], 40
         found = []
         for worker in range(4):

@@ -260,7 +260,7 @@ def test_a_long_term_makes_several_recordings_and_old_ones_go(
     monkeypatch.setattr(black_box, "BEGINNINGS", 0)
     monkeypatch.setattr(black_box, "FILES_MAX", 3)
     (tmp_path / "recordings").mkdir()
-    for number in range(3):  # of an earlier term, whose machine's clock was ahead
+    for number in range(3):  # from an earlier term, whose machine's clock was ahead
         older = tmp_path / "recordings" / f"coordinator-2-{number}.zst"
         older.write_bytes(b"")
         os.utime(older, (1e10, 1e10))

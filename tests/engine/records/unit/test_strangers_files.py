@@ -1,4 +1,4 @@
-"""Files that strangers wrote or damaged: a sentence, a status, and nothing a terminal obeys."""
+"""Files that strangers wrote or damaged: a sentence, a status, and no control characters."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from holdfast.engine.train.step.time_sheet import (
 
 
 class Clock:
-    """Stands still until it is told to go on."""
+    """Stands still until it is advanced."""
 
     def __init__(self) -> None:
         self.now = 100.0

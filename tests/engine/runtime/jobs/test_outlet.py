@@ -1,4 +1,4 @@
-"""Output that nobody reads, slow disks, and closed descriptors."""
+"""Output without a reader, slow disks, and closed descriptors."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_an_outlet_never_waits_and_counts_what_it_drops() -> None:
         waiting_bytes_max=1 << 20,
     )
     line = b"x" * 1023 + b"\n"
-    for _ in range(3000):  # nothing is read yet
+    for _ in range(3000):  # no byte is read yet
         outlet.put(line)
     began = time.monotonic()
-    outlet.flush(began + WAIT_S)  # gives up, since nothing goes on
+    outlet.flush(began + WAIT_S)  # gives up, because no write makes progress
     assert time.monotonic() < began + WAIT_S
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(read_lines(read, "after")))

@@ -1,4 +1,4 @@
-"""Jobs that save checkpoints, and go on from them when every worker, or every process, is lost."""
+"""Jobs that save checkpoints, and continue after the loss of every worker or process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def until_saved(run: LocalRun, tmp_path: Path, step: int) -> None:
 
 
 def kill_all(run: LocalRun) -> None:
-    """The kernel ends everything with the launcher, one after the other."""
+    """Kill the launcher; wait until the kernel has ended all its processes, one after the other."""
     strike(run.pid)
     until(lambda: not run.leftovers(), "the end of all processes")
 
@@ -104,7 +104,7 @@ def test_when_all_workers_are_lost_the_newest_checkpoint_is_begun_from(
             strike(pid)
         assert finish(run) == reference(STEPS)
     (view,) = [e["text"] for e in run.events("view") if "every worker was lost" in e["text"]]
-    # The newest that a worker has told of; it may have been stopped before it could tell of 10.
+    # The newest that a worker has reported; it may have been stopped before it could report 10.
     assert re.search(r"from the checkpoint of step (5|10|15)\b", view), view
 
 

@@ -114,7 +114,7 @@ def test_the_agent_dies_and_the_job_starts_again(start: Start, reference: Refere
 def test_status_answers_in_the_middle_of_a_recovery(start: Start) -> None:
     with start("--steps", "400", "--task-s", "0.03", nproc=3) as run:
         members = run.until_members(3)
-        strike(members[2], 19)  # frozen: the others wait until it is fenced
+        strike(members[2], 19)  # frozen: the other workers wait until it is fenced
         waits = []
         while not run.events("lost"):
             began = time.monotonic()

@@ -54,7 +54,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 @dataclass(frozen=True, kw_only=True)
 class Chief:
-    """The candidate that leads."""
+    """Is the candidate that leads."""
 
     number: int
     where: Leader
@@ -99,7 +99,7 @@ class Candidates:
         return [i for i in range(len(self.run_dirs)) if "is the leader" in str(self.log(i))]
 
     def after(self, term: int) -> Chief:
-        """Return the one that serves in a later term, once it does."""
+        """Return the coordinator that serves in a later term, once it does."""
 
         def later() -> Chief | None:
             with contextlib.suppress(OSError, UserError):
@@ -258,7 +258,7 @@ def test_a_whole_job(candidates: Candidates, tmp_path: Path) -> None:
     standby = candidates.start()
     until(lambda: standby in candidates.standing_by(), "a standby")
 
-    def stopped() -> bool:  # the leader may change before it has told anybody
+    def stopped() -> bool:  # the leader may change before it has informed a node
         with contextlib.suppress(OSError, HoldfastError):
             if (leads := asyncio.run(locate(candidates.url))) is not None:
                 asyncio.run(end_job(leads, candidates.secret))
@@ -291,7 +291,7 @@ def test_ctrl_c_at_a_standby_of_the_launcher_ends_the_job(
 def test_a_node_with_a_run_directory_of_its_own_learns_from_etcd_that_the_job_is_over(
     cluster: EtcdCluster, tmp_path: Path
 ) -> None:
-    """No coordinator is left to tell it."""
+    """No coordinator is left to send it the news."""
     url, run_dir = cluster.url(tmp_path.name), RunDir(tmp_path / "a")
     run_dir.create(SPEC, bytes(range(32)))
     contact = contact_by(url)
@@ -323,7 +323,7 @@ def test_ctrl_c_while_nobody_can_stop_the_job_stops_it_later(
 
 
 def test_nodes_are_waited_for_after_a_coordinator_whose_term_is_over(tmp_path: Path) -> None:
-    """The next leader ends them; after one that failed before it told anybody, nobody does."""
+    """The next leader must end them, unless a leader failed before it informed a node."""
     with socket.socket() as listener:
         site = CoordinatorSite(run_dir=RunDir(tmp_path), listener=listener, host=HOST)
         has_told = site.coordinator([]).has_told

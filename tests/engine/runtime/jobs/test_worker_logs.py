@@ -20,7 +20,7 @@ from holdfast.engine.wire.messages import LogReply, LogRequest
 
 
 class Node:
-    """Stands for the way to a node, which answers as told: with lines, with none, or not at all."""
+    """Stands for the way to a node, which answers with lines, with none, or not at all."""
 
     def __init__(self, desk: LogDesk, answer: LogReply | None) -> None:
         self._desk, self._answer = desk, answer
@@ -34,7 +34,7 @@ class Node:
 
 
 def find(logs: Path, answer: LogReply | None, numbers: tuple[int, ...] = (3,)) -> list[LogReply]:
-    """Return what a desk finds of worker 7 with the folder `logs`, for askers at the same time."""
+    """Return the lines that a desk finds of worker 7 in the folder `logs`, for parallel askers."""
 
     async def ask() -> list[LogReply]:
         desk = LogDesk(logs)

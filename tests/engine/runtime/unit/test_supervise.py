@@ -1,4 +1,4 @@
-"""Processes that crash again and again: some are given up, others end everything."""
+"""Processes that crash again and again: some are given up, other ones end everything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def keep(*, spared: bool) -> Kept:
 def test_a_process_that_can_be_spared_is_given_up_and_the_first_one_runs_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As the first node's agent, which may have no descriptors, beside the coordinator there."""
+    """The first node's agent is such a process: it may lack descriptors; the coordinator stays."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     agent = keep(spared=True)

@@ -98,7 +98,7 @@ def test_a_link_is_not_followed(parent: Path) -> None:
 def test_without_a_folder_to_write_to_the_error_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in a container whose root file system is read-only."""
+    """A container whose root file system is read-only has no such folder."""
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc", "/sys"])
     expected = pytest.raises(UserError, match=r"make /tmp writable .* or name a folder in TMPDIR")

@@ -75,7 +75,7 @@ def train(job: Job, data: Any, steps: Any, model: Any, optimizer: Any) -> None:
 
 
 def loops(make: Callable[[Job], Any] | None, length: int = 4) -> Script:
-    """The commonest script: a loop over epochs around job.steps."""
+    """Return the commonest script: a loop over epochs around job.steps."""
 
     def script(job: Job, me: ThreadWorker) -> Any:
         model, optimizer = protected(job)
@@ -222,7 +222,7 @@ def test_a_joiner_runs_no_line_of_the_epochs_that_are_over() -> None:
     entered.clear()
     assert set(results(script, 2, {1: 10_000}, waits=True)) == {expected}
     assert entered.pop((1, 1)) == [0, 1, 2, 3]
-    # One that was fed too late begins again, and later.
+    # A worker that was fed too late begins again, and later.
     joined = [epochs for (worker, _), epochs in sorted(entered.items()) if worker == 1]
     for mine in joined:
         assert mine == [*range(mine[0], mine[-1] + 1)]
@@ -262,7 +262,7 @@ def breaks(where: str) -> Script:
             if where != "above" and epoch.index == 3:
                 break
         job.values["score"] = score(job, model)
-        for epoch in job.epochs(data, until=5):  # goes on with the epoch that was left
+        for epoch in job.epochs(data, until=5):  # continues with the epoch that was left
             for step in epoch:
                 step_once(step, model, optimizer)
             job.values["found"] = [*job.values["found"], epoch.index]

@@ -114,7 +114,7 @@ def test_parameters_that_a_round_does_not_train_may_be_frozen_in_it() -> None:
 
 
 def beside_rounds(job: Job, me: ThreadWorker) -> Any:
-    """Freeze modules that no round names beside the others, and these for a while."""
+    """Freeze modules that no round names next to the other modules, and these for a while."""
     model, idle = net(6, 3), net(6, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.protect(idle=idle, model=model, optimizer=optimizer)

@@ -17,7 +17,7 @@ ADDED_AT = 3
 
 
 def events(workers: int, what: str) -> list[str]:
-    """Run a script that adds something at a step; returns what the event log says of it."""
+    """Run a script that adds something at a step; returns the lines of the event log about it."""
 
     def script(job: Job, me: ThreadWorker) -> None:
         model, optimizer = protected(job)

@@ -1,4 +1,4 @@
-"""Tests that machines which compute wrongly end no job, as long as others can tell."""
+"""Tests that machines which compute wrongly end no job, as long as other machines can prove it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def tied_between_modules(job: Job, me: ThreadWorker) -> Any:
         for x, _ in step:
             step.backward(mse(first(x), x))
         assert first.weight.grad is not None
-        assert second.bias.grad is None  # nobody has used it
+        assert second.bias.grad is None  # no task has used it
         optimizers[0].step()
     return digest(first, second)
 
@@ -122,7 +122,7 @@ def many_dtypes(job: Job, me: ThreadWorker) -> Any:
 
 
 class Cube(torch.autograd.Function):
-    """An autograd function of the script's own."""
+    """Is an autograd function of the script's own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -281,7 +281,7 @@ def test_a_weight_in_two_reentrant_checkpoints_is_refused() -> None:
 
 
 def test_a_hook_that_takes_the_gradient_away_is_refused() -> None:
-    """So are hooks that apply an optimizer within the backward pass."""
+    """Hooks that apply an optimizer within the backward pass are refused as well."""
 
     def use(step: Any, model: nn.Module, optimizer: Any, x: Any, y: Any) -> None:
         def apply(param: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tests that a script which breaks the promise is made right, or told what to write instead."""
+"""Tests that a script which breaks the promise is made right, or refused with a remedy."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_attributes_that_modules_keep_besides_their_state_are_carried(
 
 
 def test_weights_that_hooks_compute_are_nobodys_state() -> None:
-    """A worker without tasks, or with a forward pass of its own, has others of them meanwhile."""
+    """A worker without tasks, or with a forward pass of its own, has different ones then."""
     model: Any = net()
     prune.l1_unstructured(model[0], "weight", amount=0.3)  # type: ignore[no-untyped-call]
     attributes = ModuleAttributes([("model", model)])
@@ -238,8 +238,8 @@ def test_a_buffer_that_takes_the_last_batch_is_told_and_blames_nobody() -> None:
     def script(job: Job, me: ThreadWorker) -> None:
         model, optimizer = protected(job)
         model.register_buffer("queue", torch.zeros(3, 6))
-        # Full batches only, in every epoch: after a first tie one worker goes on alone until
-        # another has joined, and only the second tie is told.
+        # Full batches only, in every epoch: after a first tie one worker continues alone until
+        # another has joined, and only the second tie is reported.
         for step in job.steps(job.batches(dataset(72), 3), until=40):
             for x, y in step:
                 step.backward(nn.functional.mse_loss(model(x), y))
@@ -496,7 +496,7 @@ def test_two_refused_joiners_end_the_job_while_the_coordinator_is_away() -> None
     cluster = LostCoordinator(spec, keeps_a_variable, deaths, waits=True)
     outcome = cluster.run()
     assert "as another machine does: the script keeps something" in outcome
-    assert cluster.term == 2, cluster.events  # the outcome is of one that was not there
+    assert cluster.term == 2, cluster.events  # the outcome is of a coordinator that was not there
 
 
 class Epochs(TensorDataset):

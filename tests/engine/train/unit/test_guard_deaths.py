@@ -1,4 +1,4 @@
-"""Tests that a script which breaks the promise is told so, and nobody blamed, while workers die."""
+"""Tests that a script which breaks the promise is refused, without blame, while workers die."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Average:
 
 
 def test_a_counter_that_a_joiner_lacks_is_the_scripts_fault() -> None:
-    """Its average of weights would differ after each join, which no machine is to blame for."""
+    """The script's average of weights would differ after each join: no machine is to blame."""
 
     def script(job: Job, me: ThreadWorker) -> Any:
         model = net()

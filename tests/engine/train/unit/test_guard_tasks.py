@@ -21,7 +21,7 @@ mse = nn.functional.mse_loss
 
 
 def refused_everywhere(script: Callable[[Job, ThreadWorker], Any], *texts: str) -> None:
-    """See a script end with all of these texts on 1 to 3 workers, and where one dies."""
+    """Check that a script ends with all of these texts on 1 to 3 workers, and where one dies."""
     for workers, death in ((1, None), (2, None), (3, None), (2, {1: 3})):
         found = told(script, workers, death)
         for text in texts:
@@ -32,7 +32,7 @@ def refused_everywhere(script: Callable[[Job, ThreadWorker], Any], *texts: str) 
 
 
 class WordModel(nn.Module):
-    """A recurrent model as in the word language model of PyTorch's examples."""
+    """Is a recurrent model as in the word language model of PyTorch's examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def test_momentum_contrast_whose_encoder_follows_after_the_step_is_exact() -> No
 
 
 class Metered(nn.Module):
-    """A model that counts and remembers in containers, which it changes in place."""
+    """Is a model that counts and remembers in containers, which it changes in place."""
 
     def __init__(self) -> None:
         super().__init__()

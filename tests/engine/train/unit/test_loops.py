@@ -54,7 +54,7 @@ def test_weighted_losses_are_divided_by_the_weight_of_the_whole_step() -> None:
 
 
 def in_parts(job: Job, me: ThreadWorker) -> Any:
-    """Each batch in two parts: the weighted sums add up to those of the whole batch."""
+    """Train each batch in two parts: the weighted sums add up to the sums of the whole batch."""
     model, optimizer = protected(job)
     for step in job.steps(job.batches(dataset(), 4), until=4):
         for x, y in step:
@@ -68,7 +68,7 @@ def in_parts(job: Job, me: ThreadWorker) -> Any:
 
 
 def through_parts_of_the_model(job: Job, me: ThreadWorker) -> Any:
-    """The second backward reaches another part of the model than the first."""
+    """Train so that the second backward reaches another part of the model than the first."""
     first, second = net(6, 3), net(2, 4)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-2)
     job.protect(first=first, second=second, optimizer=optimizer)
@@ -176,7 +176,7 @@ def gan(
     me: ThreadWorker,
     spoil: Callable[[ThreadWorker, int, str], float] = lambda me, step, name: 1.0,
 ) -> Any:
-    """Two optimizers in turn: each round reduces the gradients of one module."""
+    """Train with two optimizers in turn: each round reduces the gradients of one module."""
     critic, generator = net(6, 3), net(6, 4)
     for_critic = torch.optim.AdamW(critic.parameters(), lr=1e-2)
     for_generator = torch.optim.AdamW(generator.parameters(), lr=1e-2)
@@ -212,7 +212,7 @@ def test_a_round_that_is_computed_again_sums_what_it_did_before(spoiled: str) ->
     once: list[int] = []
 
     def spoil(me: ThreadWorker, step: int, name: str) -> float:
-        """Return what a worker's first loss of a round is multiplied by: no number, once."""
+        """Return the factor of a worker's first loss of a round: not a number, once."""
         strikes = (me.worker, step, name) == (1, 2, spoiled) and not once
         once.extend([step] * strikes)
         return float("nan") if strikes else 1.0
@@ -229,7 +229,7 @@ def test_a_round_that_is_computed_again_sums_what_it_did_before(spoiled: str) ->
 def test_rounds_go_where_all_exchanges_keep_their_order(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with NCCL, whose messages have no tags."""
+    """NCCL needs this order, because its messages have no tags."""
     (expected,) = results(script, 1)
     monkeypatch.setattr(MortalTransport, "ordered", True)
     assert results(script, 3) == [expected] * 3

@@ -74,7 +74,7 @@ def train(
 
 
 class Run:
-    """One job, and the digest of each worker that ended."""
+    """Is one job, with the digest of each worker that ended."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Run:
         at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
         self._dies = dies  # worker and step: between the commit and the optimizer's step
         self._wide = wide  # the worker with another model
-        self._late = late  # the worker that computes each step once others have committed it
+        self._late = late  # the worker that computes each step once other workers have committed it
         self.committed = [threading.Event() for _ in range(STEPS)]
         self.cluster = ThreadCluster(spec(workers, settings or {}), self._script, at, damage_at)
         self.outcome = self.cluster.run()
@@ -236,7 +236,7 @@ def test_a_bit_flipped_in_any_message_is_put_right(number: int, expected: str) -
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_loss_of_a_step_is_the_mean_over_its_samples(workers: int) -> None:
-    """Also in the last step of an epoch, in which virtual ranks have unequal numbers of them."""
+    """The last step of an epoch is no exception: there virtual ranks have unequal numbers."""
     values = torch.arange(10.0).square()
     data = torch.utils.data.TensorDataset(values[:, None])
     found: list[tuple[float, float]] = []

@@ -82,7 +82,7 @@ def test_fingerprints_and_digests_are_the_same_for_ever() -> None:
 
 
 def test_tensors_are_described_as_they_stood_between_two_steps() -> None:
-    """Within a step FSDP2 puts gathered parameters into the modules, and frees them after use."""
+    """FSDP2 puts gathered parameters into the modules within a step, and frees them after use."""
     objects = trained()
     buffers = list(objects["model"].buffers())
     prints = Fingerprints(objects, 4)

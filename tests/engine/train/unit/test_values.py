@@ -19,7 +19,7 @@ from thread_cluster import ThreadWorker
 
 
 def with_values(job: Job, me: ThreadWorker) -> Any:
-    """Values that are agreed on, evaluated and kept decide how training goes on."""
+    """Values that are agreed on, evaluated and kept decide how training continues."""
     model, optimizer = protected(job)
     job.values["best"] = 1e9
     job.values["seen"] = []

@@ -131,7 +131,7 @@ def test_an_order_to_copy_that_comes_late_does_nothing() -> None:
 
 
 def keeps_progress(patch: Patch) -> None:
-    """Let a server that had all rows of one layout count as if it had those of the next."""
+    """Make a server that had all rows of one layout count as having those of the next layout."""
 
     def change_layout(self: HeirProgress, layout: ServerLayout) -> None:
         self._layout = layout
@@ -140,7 +140,7 @@ def keeps_progress(patch: Patch) -> None:
 
 
 def forgets_former_holders(patch: Patch) -> None:
-    """Let workers ask only the servers that are to hold the rows."""
+    """Make workers ask only the servers that will hold the rows."""
 
     def lay_out(layout: ServerLayout, replicas: int) -> Any:
         return find_holders(layout.goal, replicas)
@@ -150,7 +150,7 @@ def forgets_former_holders(patch: Patch) -> None:
 
 
 def looks_at_the_newest_version_only(patch: Patch) -> None:
-    """Let a copy count as whole although stale reads cannot use it yet."""
+    """Count a copy as whole although stale reads cannot use it yet."""
     patch.setattr(
         Holdings, "judge_span", lambda self, _, newest, shards: self.judge(newest, shards)
     )
@@ -212,7 +212,7 @@ def test_wrong_rows_are_noticed_beside_other_faults() -> None:
 
 
 def compares_nothing(patch: Patch) -> None:
-    """Let a reader be content with the rows of one server."""
+    """Make a reader accept the rows of one server without a comparison."""
     patch.setattr(RowReading, "_begin", _only_first(RowReading._begin))
 
 
@@ -224,7 +224,7 @@ def _only_first(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def believes_the_first(patch: Patch) -> None:
-    """Let a reader believe the server that has sent the rows."""
+    """Make a reader believe the server that has sent the rows."""
     plain = RowReading.settle
 
     def settle(self: RowReading, shard: int, claims: Any, _: int | None) -> list[Any]:
@@ -236,7 +236,7 @@ def believes_the_first(patch: Patch) -> None:
 
 
 def uses_what_has_come(patch: Patch) -> None:
-    """Let a reader use wrong rows that are here when another server turns out to be right."""
+    """Make a reader use wrong rows that it has, although another server turns out to be right."""
     plain = RowReading.settle
 
     def settle(self: RowReading, shard: int, *said: Any) -> list[Any]:
@@ -249,7 +249,7 @@ def uses_what_has_come(patch: Patch) -> None:
 
 
 def drops_nothing(patch: Patch) -> None:
-    """Let a server keep its wrong rows."""
+    """Make a server keep its wrong rows."""
     patch.setattr(SimServer, "drop_wrong", lambda *_: None)
 
 
@@ -287,22 +287,22 @@ def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def applies_twice(patch: Patch) -> None:
-    """Let a server apply an update again that it has had."""
+    """Make a server apply an update that it has applied before."""
     patch.setattr(Holdings, "_is_due", lambda self, s, n: self._versions[s] in (n - 1, n))
 
 
 def leaves_updates_out(patch: Patch) -> None:
-    """Let a server apply an update although an earlier one is missing."""
+    """Make a server apply an update although an earlier one is missing."""
     patch.setattr(Holdings, "_is_due", lambda self, s, n: self._versions[s] < n)
 
 
 def serves_what_it_has(patch: Patch) -> None:
-    """Let a server answer a read as of a version that it has not reached."""
+    """Make a server answer a read for a version that it has not reached."""
     patch.setattr(Holdings, "judge", lambda *_: ShardStanding())
 
 
 def trusts_copies(patch: Patch) -> None:
-    """Let a server count a copy as one update newer than it is."""
+    """Make a server count a copy as one update newer than it is."""
     plain = Holdings._adopt
 
     def adopt(self: Holdings, event: CopyArrived) -> list[HoldingsEffect]:
@@ -312,7 +312,7 @@ def trusts_copies(patch: Patch) -> None:
 
 
 def keeps_later_rows(patch: Patch) -> None:
-    """Let a server keep its rows when the job has gone back to a checkpoint."""
+    """Make a server keep its rows when the job has gone back to a checkpoint."""
     plain = Holdings._adopt
     patch.setattr(
         Holdings, "_adopt", lambda self, event: plain(self, replace(event, replaces=False))
@@ -320,12 +320,12 @@ def keeps_later_rows(patch: Patch) -> None:
 
 
 def saves_unread_updates(patch: Patch) -> None:
-    """Let a checkpoint have the rows as they are now, though the next step reads earlier ones."""
+    """Save the present rows in a checkpoint, although the next step reads earlier ones."""
     patch.setattr(TableSimOptions, "rows_saved_at", lambda self, step: step)
 
 
 def forgets_what_waits(patch: Patch) -> None:
-    """Let a server drop updates that came early, as if they had been applied."""
+    """Make a server drop updates that came early, as if it had applied them."""
 
     def keep(self: Holdings, number: int, left: list[UpdateArrived]) -> None:
         for each in left:
@@ -337,7 +337,7 @@ def forgets_what_waits(patch: Patch) -> None:
 
 
 def takes_first_values_for_the_newest(patch: Patch) -> None:
-    """Let first values count as if they had had the updates of the server's other shards."""
+    """Count first values as if they had the updates of the server's other shards."""
     plain = Holdings._adopt
 
     def adopt(self: Holdings, event: CopyArrived) -> list[HoldingsEffect]:
@@ -350,17 +350,17 @@ def takes_first_values_for_the_newest(patch: Patch) -> None:
 
 
 def takes_bare_shards_for_first_values(patch: Patch) -> None:
-    """Let a server apply updates to rows that have not come yet."""
+    """Make a server apply updates to rows that have not come yet."""
     patch.setattr(Holdings, "_is_due", lambda self, s, n: max(self._versions[s], 0) == n - 1)
 
 
 def reads_without_a_look(patch: Patch) -> None:
-    """Let a server send rows, and copies, that its memory has changed by itself."""
+    """Make a server send damaged rows and copies without a check of its memory."""
     patch.setattr(SimServer, "drop_damaged", lambda *_: None)
 
 
 def keeps_what_is_damaged(patch: Patch) -> None:
-    """Let a server go on with damaged shards if their first values are still known."""
+    """Make a server continue with damaged shards if their first values are still known."""
     plain = Holdings._drop
 
     def drop(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
@@ -370,7 +370,7 @@ def keeps_what_is_damaged(patch: Patch) -> None:
 
 
 def keeps_what_is_replaced(patch: Patch) -> None:
-    """Let a server keep its rows while a copy is written over them."""
+    """Make a server keep its rows while a copy is written over them."""
     plain = Holdings._drop
 
     def drop(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
@@ -380,7 +380,7 @@ def keeps_what_is_replaced(patch: Patch) -> None:
 
 
 def forgets_that_a_copy_comes(patch: Patch) -> None:
-    """Let readers take a shard for lost whose copy is being written."""
+    """Make readers give up a shard as lost while its copy is being written."""
     plain = Holdings._drop
 
     def drop(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
@@ -391,17 +391,17 @@ def forgets_that_a_copy_comes(patch: Patch) -> None:
 
 
 def gives_up_at_once(patch: Patch) -> None:
-    """Let a reader give rows up as soon as nobody has answered."""
+    """Make a reader give rows up as soon as no server has answered."""
     patch.setattr(reading, "DENIALS_MAX", 0)
 
 
 def never_gives_up(patch: Patch) -> None:
-    """Let a reader wait for ever for rows that nobody has."""
+    """Make a reader wait for ever for rows that no server has."""
     patch.setattr(reading, "DENIALS_MAX", 1 << 60)
 
 
 def waits_for_the_first(patch: Patch) -> None:
-    """Let a reader ask the first server of a shard only."""
+    """Make a reader ask only the first server of a shard."""
     plain, again = RowReading.__init__, RowReading.try_again
 
     def init(self: RowReading, version: int, holders: Any, *rest: Any, **more: Any) -> None:
@@ -415,7 +415,7 @@ def waits_for_the_first(patch: Patch) -> None:
 
 
 def asks_who_held_them_before(patch: Patch) -> None:
-    """Let a reader that asks again ask heirs that there are no longer."""
+    """Make a reader that asks again ask heirs that no longer exist."""
     plain = RowReading.try_again
 
     def try_again(self: RowReading, _: Any) -> None:
@@ -425,7 +425,7 @@ def asks_who_held_them_before(patch: Patch) -> None:
 
 
 def takes_new_shards_for_current(patch: Patch) -> None:
-    """Let a server's new shards count as if they had had the updates of the others."""
+    """Count a server's new shards as if they had the updates of its other shards."""
     plain = Holdings._choose
 
     def choose(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
@@ -440,7 +440,7 @@ def takes_new_shards_for_current(patch: Patch) -> None:
 
 
 def keeps_updates_of_foreign_shards(patch: Patch) -> None:
-    """Let updates wait for shards that the server holds no more."""
+    """Make updates wait for shards that the server no longer holds."""
 
     def choose(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
         self._versions = {shard: self._versions.get(shard, BARE) for shard in shards}
@@ -451,7 +451,7 @@ def keeps_updates_of_foreign_shards(patch: Patch) -> None:
 
 
 def never_orders_copies(patch: Patch) -> None:
-    """Let servers that are behind stay so."""
+    """Never order copies, so that servers that lag behind never catch up."""
     patch.setattr(reading, "bring_up", lambda *_: [])
     patch.setattr("holdfast.lab.sim.table_servers.bring_up", lambda *_: [])
     patch.setattr(RowReading, "record_answer", _answer_without_copies(RowReading.record_answer))

@@ -48,7 +48,7 @@ def test_a_limited_number_of_nodes_takes_part_and_a_lost_one_makes_room() -> Non
     cluster.hear("n2")
     view, late = view_of(0, 1), 1.0 + LEASE.abandon_s + LEASE.margin_s
     assert admitted(cluster, view) == ((N2,), [])
-    assert admitted(cluster, view, 2) == ((), [])  # a silent node gets nothing
+    assert admitted(cluster, view, 2) == ((), [])  # a silent node gets no worker
     assert admitted(cluster, view, 1, now=late - 0.1) == ((N2,), [])
     assert admitted(cluster, view, 1, now=late) == ((), ["node n2 takes the place of node n1"])
     assert cluster.roster.workers_of(N2) == (2,)
@@ -59,7 +59,7 @@ def test_a_limited_number_of_nodes_takes_part_and_a_lost_one_makes_room() -> Non
 
 
 def test_of_too_many_nodes_those_without_members_are_dismissed() -> None:
-    """A coordinator without its record has taken back every node that spoke."""
+    """A coordinator without its record has taken back every node that reported."""
     cluster = Cluster(member(0), status(1), status(2))
     waiting, _ = admitted(cluster, view_of(0))
     assert sorted(cluster.roster.nodes_with_places) == ["n0", "n2"]

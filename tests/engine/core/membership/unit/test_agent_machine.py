@@ -27,7 +27,7 @@ POLICY = AgentPolicy(
 
 
 class Node:
-    """An agent with its coordinator: directives answer the newest report unless told otherwise."""
+    """Is an agent with its coordinator: by default, directives answer the newest report."""
 
     def __init__(self, workers: int = 2, job: str = "one", policy: AgentPolicy = POLICY) -> None:
         self.machine = AgentMachine(ME, ONE, workers, policy, pid=77, job=job)
@@ -55,7 +55,7 @@ class Node:
         return self.direct(wanted=wanted, **fields)
 
     def run(self, *workers: int) -> None:
-        """Have these workers started, as members of view 1 which act in it."""
+        """Start these workers, as members of view 1 which act in it."""
         self.want(*((w, 1) for w in workers), view=a_view(1, workers), view_number=1)
         for w in workers:
             self.feed(ag.Spawned(WorkerId(w), ONE, 1000 + w))
@@ -159,7 +159,7 @@ def test_an_agent_that_meets_another_job_at_the_address_ends_its_workers_and_say
     assert [(k.worker, k.incarnation) for k in killed] == [(0, 1), (1, 1)]  # and no report
     assert node.machine.deadline() is None
     assert node.feed(ag.CoordinatorReached("two")) == []
-    # Nothing counts that the other job's coordinator says, nor is the own one back for good.
+    # No order of the other job's coordinator counts, and the own one is not back for good.
     assert node.want((0, 1), (2, 1), view_number=1) == []
     assert node.feed(ag.CoordinatorReached("one")) == []
     assert node.feed(ag.ProcessExited(WorkerId(0), ONE, -9)) == []
@@ -339,7 +339,7 @@ def test_a_frozen_process_is_killed_unless_the_agent_itself_has_paused_it() -> N
 
 
 def test_a_process_counts_as_silent_only_once_it_has_joined() -> None:
-    """Before that its script may wait for something outside, and nothing of it runs."""
+    """A process that has not joined may wait for something outside, and runs no loop."""
     node = Node()
     node.want((0, 1))
     node.feed(ag.Spawned(WorkerId(0), ONE, 1000))
@@ -364,7 +364,7 @@ def test_a_sample_of_a_process_that_has_ended_or_is_another_ones_says_nothing() 
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_a_worker_with_processes_on_other_nodes_is_not_alone(spread: bool) -> None:
-    """Those may have been given up, and the job may go on without this node."""
+    """The worker may have been given up, and the job may continue without this node."""
     node = Node()
     node.run(0)
     view = a_view(1, (0,))
@@ -472,7 +472,7 @@ def test_the_lease_counts_from_when_the_answered_report_was_sent() -> None:
     assert node.machine.snapshot().paused == ()
     node.now = 103.0
     assert "Pause" in kinds(node.feed(Tick()))
-    node.want((0, 1), view_number=1, heard=1)  # nothing new
+    node.want((0, 1), view_number=1, heard=1)  # no new report
     assert node.machine.snapshot().paused == (0,)
 
 
@@ -556,7 +556,7 @@ def test_a_node_that_leaves_stays_while_its_pieces_are_needed() -> None:
 
 
 def test_a_node_ends_its_workers_when_it_is_taken_away_and_then_itself() -> None:
-    """They act for as long as that, and the coordinator hears of their end at once."""
+    """They act for as long as that, and the coordinator learns of their end at once."""
     node = Node()
     node.run(0)
     node.feed(ag.Drained("bye", leave=True, deadline_s=0.7 * LEASE.lease_s))

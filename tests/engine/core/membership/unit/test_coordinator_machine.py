@@ -32,7 +32,7 @@ POLICY = CoordinatorPolicy(
 
 
 class Job:
-    """A coordinator, and nodes of one worker each, whose reports a test writes."""
+    """Runs a coordinator, and nodes of one worker each, whose reports a test writes."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class Job:
         return self.feed(ce.ReportArrived(report))
 
     def node(self, name: str, **asks: Any) -> None:
-        """Have a node ask for something, in every report from now on."""
+        """Make a node ask for something, in every report from now on."""
         self._asks[name] = asks
         self.hear(name, self.known[name], view_known=self.number)
 
     def pass_time(self, until: float) -> None:
-        """Tick at every deadline until then; all nodes are heard meanwhile."""
+        """Tick at every deadline until then; all nodes report in that time."""
         while self.now < until:
             deadline = self.machine.deadline()
             self.now = min(until, self.now + 0.5, max(deadline or until, self.now + 0.001))
@@ -91,7 +91,7 @@ class Job:
             self.feed(Tick())
 
     def say(self, name: str, worker: int, **fields: Any) -> list[Any]:
-        """Have a node report its worker."""
+        """Report a node's worker to the coordinator."""
         old = self.known.get(name) or status(worker)
         self.known[name] = dataclasses.replace(old, seq=old.seq + 1, **fields)
         return self.hear(name, self.known[name], view_known=self.number)
@@ -109,13 +109,13 @@ class Job:
         return [e.text for e in found if e.kind == kind]
 
     def act(self, *names: str, **fields: Any) -> None:
-        """Have the workers of these nodes take the newest view in, and act in it."""
+        """Make the workers of these nodes install the newest view, and act in it."""
         for worker, name in enumerate(names):
             values = dict(view=self.number, state=ReplicaStage.CURRENT, phase=Phase.COMPUTING)
             self.say(name, worker, **(values | dict(reduced=False) | fields))
 
     def stop(self, *names: str, **fields: Any) -> None:
-        """Have these workers give the present view up."""
+        """Make these workers give the present view up."""
         for name in names:
             self.say(name, self.known[name].worker, promised=self.number, **fields)
 
@@ -231,7 +231,8 @@ def test_a_failed_script_ends_the_job_with_its_first_worker_and_nothing_runs_on(
     assert job.told["a"].wanted == ()
     assert not any(isinstance(e, ce.Finish) for e in job.done)
     job.say("a", 0, stage=Stage.LOST)
-    assert not any(isinstance(e, ce.Finish) for e in job.done)  # b may have begun what it was told
+    # Node b may have begun the work of its directive.
+    assert not any(isinstance(e, ce.Finish) for e in job.done)
     job.say("b", 1)
     (finish,) = [e for e in job.done if isinstance(e, ce.Finish)]
     assert finish.outcome == job.machine.outcome
@@ -252,8 +253,8 @@ def test_when_all_keep_still_while_somebody_waits_the_others_are_replaced() -> N
     full.say("b", 1, phase=Phase.BOUNDARY, no_room=True)
     full.say("a", 0, phase=Phase.WAITING, hosted=(0,))
     full.pass_time(100.0 + 2 * POLICY.hang_s)
-    # where nobody waits, a script may take as long as it likes
-    calm.say("a", 0, phase=Phase.WAITING)  # a worker that hosts nothing is always waiting
+    # where no worker waits, a script may take as long as it likes
+    calm.say("a", 0, phase=Phase.WAITING)  # a worker that hosts no task is always waiting
     calm.pass_time(100.0 + 2 * POLICY.hang_s)
     assert full.announced("replaced") == calm.announced("replaced") == []
 
@@ -288,7 +289,7 @@ def test_a_witness_of_an_older_view_says_nothing_of_the_next() -> None:
 
 
 def assert_gone_a_lease_after_the_witness(job: Job) -> None:
-    """Have node a stop acting in the view; then the next one forms a lease later, no sooner."""
+    """Stop node a from acting in the view; the next view forms a lease later, no sooner."""
     number, witness_at = job.number, job.now
     job.stop("a")
     job.pass_time(witness_at + LEASE.fence_s - 0.1)
@@ -370,7 +371,7 @@ def test_reports_on_a_checkpoint_are_kept_though_their_agent_restarts_at_once() 
     job.pause_s = 1e-6  # such fast reports wait for a common review
     job.say("b", 1, detail="reviewed")
     job.say("a", 0, unreadable=4, saved=0)
-    job.hear("a", incarnation=Incarnation(2), seq=1)  # it runs nothing
+    job.hear("a", incarnation=Incarnation(2), seq=1)  # it runs no worker
     del job.known["a"]
     job.pass_time(job.now + 5.0)
     assert job.machine.snapshot().record.saved == ()

@@ -1,4 +1,4 @@
-"""A table for each rule of views: when one stops, which workers go on, join or are awaited."""
+"""A table for each rule of views: when one stops, which workers stay, join or are awaited."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_dead_worker_is_fenced_at_once_and_a_silent_one_after_its_lease() -> N
     for now, witness_at, fenced in (
         (fence_at - 0.1, 0.0, False),
         (fence_at, 0.0, True),
-        (fence_at, None, False),  # nobody is known to act no more: its view may go on
+        (fence_at, None, False),  # no member may still act: its view may continue
         (fence_at + 0.9, 2.0, False),
         (fence_at + 1.0, 2.0, True),
         (1.0 + LEASE.abandon_s + LEASE.margin_s, None, True),
@@ -165,7 +165,7 @@ def test_a_worker_that_has_missed_too_much_is_better_replaced() -> None:
     ("survivors", "late"),
     [
         ([stopped(0, **OVERDUE), stopped(1)], [1]),
-        ([stopped(0, **WAITING), stopped(1)], []),  # no member says that it is late
+        ([stopped(0, **WAITING), stopped(1)], []),  # no member reports that it is late
         ([stopped(0, **OVERDUE), stopped(1), stopped(2)], []),  # the late ones are the majority
         ([stopped(0, **OVERDUE), stopped(1, **WAITING), stopped(2), stopped(3)], [2, 3]),
         ([stopped(0, **OVERDUE), stopped(1, reduced=True), stopped(2)], [2]),
@@ -256,7 +256,7 @@ def test_a_node_is_left_only_if_others_can_go_on() -> None:
     cluster.drain("n0")
     assert fo.find_leaving(facts, 1) == {"node n0": "asked"}
     cluster.drain("n1", "disk")
-    assert fo.find_leaving(facts, 1) == {}  # nobody would be left
+    assert fo.find_leaving(facts, 1) == {}  # no member would be left
     joined = Cluster(member(0), status(4))
     joined.drain("n0")
     assert fo.find_leaving(joined.facts(view_of(0)), 1) == {"node n0": "asked"}
@@ -358,7 +358,7 @@ def test_at_rest_drained_nodes_are_left_but_not_while_others_come_back() -> None
     found = following(cluster, view_of(0, 1))
     assert (found.workers, found.why) == ((0,), "worker 1 leaves")
     cluster.drain("n0")
-    assert following(cluster, view_of(0, 1)).workers == (0, 1)  # somebody must hold the state
+    assert following(cluster, view_of(0, 1)).workers == (0, 1)  # one member must hold the state
     mid = Cluster(stopped(0), resting(1))
     mid.drain("n1")
     assert following(mid, view_of(0, 1)).workers == (0, 1)  # a step is under way
@@ -523,4 +523,4 @@ def test_only_links_of_the_present_view_count_as_broken() -> None:
         assert fo.choose_unreachable(facts) == left_out
     assert (
         fo.choose_unreachable(Cluster(member(0)).facts(view_of(0, 1))) == []
-    )  # one was never heard
+    )  # worker 1 has never reported

@@ -50,7 +50,7 @@ class Job:
             self.hear(part, kept(2, part, 3, 4, end=5))
 
     def hear(self, worker: int, *pieces: KeptPieces, **fields: Any) -> None:
-        """Hear a node with its worker."""
+        """Deliver the report of a node with its worker."""
         self.cluster.hear(f"n{worker}", fields.pop("says", member(worker)), kept=pieces, **fields)
 
     def leave(self, *pieces: KeptPieces, **fields: Any) -> None:
@@ -116,7 +116,7 @@ def test_pieces_are_kept_although_the_memory_bears_their_loss() -> None:
 
 
 def test_reports_of_different_moments_free_no_node() -> None:
-    """Node n1 has told of its newer pieces, and has dropped older ones; n0 has told of neither."""
+    """Node n1 has reported newer pieces, and has dropped older ones; n0 has reported neither."""
     job = Job()
     job.hear(1, kept(3, 1, 2, 5, end=7))
     assert job.protection.find_newest(job.facts(), job.durable, frozenset()).step == 0

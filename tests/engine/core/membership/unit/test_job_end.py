@@ -1,4 +1,4 @@
-"""When a job ends because its workers cannot continue together."""
+"""A job must end when its workers cannot continue together."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_new_step_forgives_what_an_earlier_coordinator_has_counted() -> None:
 
 
 def test_a_leader_that_ended_alone_is_named_by_the_next_coordinator() -> None:
-    """The first one has only heard of the leader when it ends."""
+    """The first one has only learnt of the leader when it ends."""
     job = begun("a", "b")
     place = dict(view=1, loop=1, line="train.py, line 9")
     job.say("a", 0, phase=Phase.ENDED, committed=7, stage=Stage.EXITED, **place)

@@ -1,4 +1,4 @@
-"""A job whose nodes are all taken away is saved before, and goes on elsewhere."""
+"""A job whose nodes are all taken away is saved before, and continues elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_a_job_that_is_taken_away_whole_is_saved_at_once_and_as_late_as_can_be()
     job = begun("a", "b", keeps=True)
     job.say("a", 0, committed=6)
     job.node("a", draining="taken away", leaves_in_s=60.0)
-    assert not job.told["a"].save_wanted  # worker 1 can go on
+    assert not job.told["a"].save_wanted  # worker 1 can continue
     job.node("b", draining="taken away", leaves_in_s=50.0)
     first = job.told["a"].save_wanted
     assert first > 7 * ORDERS_PER_TERM  # no coordinator before this one, of term 7, has used it
@@ -36,7 +36,7 @@ def test_a_job_that_was_taken_away_whole_goes_on_elsewhere_at_once() -> None:
         job.node(name, draining="taken away", leaves_in_s=20.0)
     taken_at = job.now + 20.0
     job.pass_time(taken_at - 3.0)
-    job.known = {"c": status(2)}  # nothing is heard of the others any more
+    job.known = {"c": status(2)}  # no report of the other workers arrives any more
     job.hear("c", *job.known.values())
     job.pass_time(taken_at)
     assert job.number == first
@@ -50,7 +50,7 @@ def test_a_job_whose_nodes_are_all_to_be_left_some_time_is_saved_every_few_secon
     job = begun("a", "b", keeps=True)
     job.say("a", 0, committed=6)
     job.node("a", draining="asked")
-    assert not job.told["a"].save_wanted  # worker 1 can go on
+    assert not job.told["a"].save_wanted  # worker 1 can continue
     job.node("b", draining="asked")
     first = job.told["a"].save_wanted
     assert first

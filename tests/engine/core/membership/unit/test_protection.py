@@ -218,7 +218,7 @@ def test_each_piece_is_kept_once_and_those_of_a_part_on_as_many_nodes_as_there_a
     assert sorted(p for p, _ in kept) == every
     together = Counter((p.part, agent) for p, agent in kept)
     assert max(together.values()) == -(-pieces // len(nodes))
-    # If any `parity` nodes are lost, the others have enough pieces of each part.
+    # If any `parity` nodes are lost, the other nodes have enough pieces of each part.
     lost = redundancy.nodes_to_lose(len(nodes))
     assert 0 <= lost < len(nodes)
     for gone in itertools.islice(itertools.combinations(ring, lost), 50):
@@ -406,7 +406,7 @@ def test_a_state_that_nodes_claim_to_hold_but_do_not_give_is_not_asked_for_for_e
 
 
 def test_states_whose_rows_are_lost_are_not_recalled() -> None:
-    """Only a checkpoint has rows as well; pieces of later views count again."""
+    """The rows are in checkpoints only; pieces of later views count again."""
     durable, facts = Durable([2]), three_nodes()
     assert facts.view is not None
     number = facts.view.number

@@ -1,4 +1,4 @@
-"""When the coordinator looks again: after a change, when somebody falls silent, and at alarms."""
+"""The coordinator must look again after a change, when a node falls silent, and at alarms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICY = CoordinatorPolicy(virtual_ranks=2, lease=LEASE, patience_s=5.0, hang_s=
 
 
 def agenda(*, reviewed: bool = True) -> tuple[Agenda, Cluster]:
-    """Return the agenda of a job that began long ago: two nodes, heard at 1.0 and reviewed then."""
+    """Return the agenda of an old job: two nodes reported at 1.0, when it was reviewed."""
     cluster = Cluster(member(0), member(1))
     cluster.roster.started_at = cluster.roster.moved_at = -100.0
     found = Agenda(POLICY, cluster.roster, 1.0)
@@ -47,7 +47,7 @@ def test_after_a_review_the_next_is_due_when_somebody_may_be_silent() -> None:
     found, cluster = agenda()
     assert found.deadline == 1.0 + LEASE.suspect_s
     hear_both(cluster, 2.0)
-    assert not found.is_due(2.5)  # they were heard meanwhile
+    assert not found.is_due(2.5)  # they have reported by then
     assert found.deadline == 2.0 + LEASE.suspect_s
     assert found.is_due(3.5)
     assert found.silent == {"n0", "n1"}
@@ -90,7 +90,7 @@ def test_nodes_that_fall_silent_one_after_the_other_are_reviewed_together(
 
 def test_an_alarm_is_kept_whoever_is_heard() -> None:
     found, cluster = agenda()
-    found.record_review(1.0, [0.5, 1.0, 2.0, 3.0])  # those that are over count no more
+    found.record_review(1.0, [0.5, 1.0, 2.0, 3.0])  # deadlines in the past do not count
     assert found.deadline == 2.0
     hear_both(cluster, 1.9)
     assert not found.is_due(1.99)
@@ -157,7 +157,7 @@ def test_a_coordinator_that_stood_still_has_heard_nobody_and_suspects_nobody() -
 
 
 class Reports:
-    """Node n0 is heard ten times a second, n1 only when it is said; both from 1.0 on."""
+    """Node n0 reports ten times a second, n1 only on request; both from 1.0 on."""
 
     def __init__(self) -> None:
         self.found, self.cluster = agenda()
@@ -169,14 +169,14 @@ class Reports:
             self._look()
 
     def hear_after(self, silence_s: float, **fields: Any) -> None:
-        """Let n1 be silent for so long, and hear it then."""
+        """Keep n1 silent for some time, then deliver its report."""
         self.pass_time(self.cluster.now + silence_s)
         self.cluster.hear("n1", member(1), **fields)
         self.found.change(self.cluster.now, at_once=True)
         self._look()
 
     def suspected_after(self, most_s: float = 10.0) -> float:
-        """Return after what silence n1 is suspected, which has just been heard."""
+        """Return the silence after which n1, which has just reported, is suspected."""
         since = self.cluster.now
         while not self.found.silent:
             assert self.cluster.now < since + most_s

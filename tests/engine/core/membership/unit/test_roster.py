@@ -173,7 +173,7 @@ def test_as_the_job_ends_living_members_may_finish() -> None:
 
 
 def test_as_the_job_ends_a_member_that_never_got_the_state_is_ended() -> None:
-    """It has given up the view, and the only one that held the state has gone."""
+    """It has given up the view, and the only member with the state has gone."""
     view = view_of(0, 1)
     for state, promised, stays in (
         (ReplicaStage.ABSENT, THREE, False),
@@ -320,7 +320,7 @@ def test_silence_counts_from_the_last_report_and_from_when_one_listens() -> None
     assert silent == [frozenset(), {N0, N2}, {N0, N2}, {N0, N1, N2}]
     for now, found in ((1.4, set()), (1.5, set()), (2.5, {N0, N2})):
         assert silent_nodes(cluster.roster, LEASE, now, 0.0) == found
-    # A coordinator that has stood still has heard nobody for as long.
+    # A coordinator that has stood still has received no report for as long.
     assert silent_nodes(cluster.roster, LEASE, 11.4, 10.0) == set()
     assert silent_nodes(cluster.roster, LEASE, 11.5, 10.0) == {N0, N1}
     assert silent_nodes(cluster.roster, LEASE, 12.5, 10.0) == {N0, N1, N2}
@@ -408,10 +408,10 @@ def test_a_probation_begins_again_when_a_worker_was_no_member_in_between() -> No
 
 def test_a_member_is_lost_with_its_agent_and_with_its_node_once_that_is_given_up() -> None:
     cluster = Cluster(member(0), member(1), status(2))
-    cluster.hear("n0")  # the agent has started again, and runs nothing
+    cluster.hear("n0")  # the agent has started again, and runs no worker
     cluster.hear("n2")
     view = view_of(0, 1)
-    # the others are only starting
+    # the other workers are only starting
     assert lose(cluster, view) == ["0: the agent of node n0 ended, and the worker with it"]
     cluster.now = 1.0 + LEASE.abandon_s + LEASE.margin_s
     assert lose(cluster, view) == []
@@ -419,7 +419,7 @@ def test_a_member_is_lost_with_its_agent_and_with_its_node_once_that_is_given_up
 
 
 def test_a_counted_loss_does_not_double_the_first_wait_of_a_wrong_worker() -> None:
-    """A worker that computes wrongly leaves on its own, and its loss may be heard first."""
+    """A worker that computes wrongly leaves on its own, and its loss may be reported first."""
     cluster = Cluster(member(0), status(1, stage=Stage.LOST, detail="signal 9"))
     assert lose(cluster) == ["1: signal 9"]
     assert cluster.roster.slots[ONE].strikes == 1
@@ -450,7 +450,7 @@ def test_the_newest_checkpoint_that_can_be_read_is_begun_from() -> None:
     assert (durable.step, durable.steps) == (20, (10, 20))
     durable.note([status(0, saved=10, unreadable=20)])
     assert durable.step == 10
-    durable.note([status(1, saved=20)])  # those that saved it do not know
+    durable.note([status(1, saved=20)])  # the members that saved it do not know of it
     assert durable.step == 10
     durable.note([status(0, saved=s) for s in range(1000, 1000 + 2 * KNOWN_MAX)])
     assert durable.steps == tuple(range(1000 + KNOWN_MAX, 1000 + 2 * KNOWN_MAX))
@@ -460,11 +460,11 @@ def test_an_invalidated_step_does_not_count_until_it_is_saved_again() -> None:
     durable = Durable((10, 20, 30))
     durable.note([status(0, invalidations=(invalid(20, 4, 7),))])
     assert durable.steps == (10, 20)
-    durable.note([status(1, saved=30, view=ViewNumber(4))])  # it has not heard of that
+    durable.note([status(1, saved=30, view=ViewNumber(4))])  # it has not received that news
     assert durable.step == 20
     durable.note([status(1, saved=30, view=ViewNumber(5))])
     assert durable.step == 30
-    assert [durable.accused, durable.accused] == [[7], [7]]  # asking changes nothing
+    assert [durable.accused, durable.accused] == [[7], [7]]  # asking has no effect
     durable.judge()
     assert durable.accused == []
     assert Durable((), durable.invalidations).accused == []  # it was judged earlier
@@ -492,7 +492,7 @@ def test_each_event_is_told_once_though_statuses_repeat_them() -> None:
     assert news(2) == []
     assert news(0, one, two, three) == ["3"]
     assert news(0, two, three) == []
-    assert news(1, one, two) == []  # another coordinator has told it that
+    assert news(1, one, two) == []  # another coordinator has sent that news
     assert news(1, two, three) == ["3"]
     assert news(1, one, incarnation=2) == ["1"]
 

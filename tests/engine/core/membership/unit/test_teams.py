@@ -51,7 +51,7 @@ def admitted(
 
 
 def acting(cluster: Cluster, *names: AgentId) -> View:
-    """Let worker 0 run on its nodes, as the only member of a view."""
+    """Run worker 0 on its nodes, as the only member of a view."""
     cluster.hear(names[0], member(0, meets_at="here"))
     for place, name in enumerate(names[1:], 1):
         cluster.hear(name, status(0, stage=Stage.BOOTING, place=place))
@@ -134,7 +134,7 @@ def test_the_last_workers_end_to_leave_a_drained_node_that_another_one_can_repla
 
 
 def two_teams(cluster: Cluster, **fields: Any) -> View:
-    """Let worker 0 run on a and b, and worker 1 on c and d, both as members of a view."""
+    """Run worker 0 on a and b, and worker 1 on c and d, both as members of a view."""
     admitted(cluster)
     first = acting(cluster, A, B).members[0]
     cluster.hear("c", member(1, meets_at="here", **fields))

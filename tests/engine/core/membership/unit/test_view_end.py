@@ -92,13 +92,13 @@ def drained(**fields: Any) -> Job:
 
 
 def rest(job: Job, *, saving: int = 8) -> None:
-    """Let both members rest at the end of their view, while the state of step 8 is saved."""
+    """Make both members rest at the end of their view, while the state of step 8 is saved."""
     for name in "ab":
         job.stop(name, committed=8, phase=Phase.BOUNDARY, saving=saving)
 
 
 def replaced(job: Job) -> bool:
-    """Return whether members were told to end."""
+    """Return whether members were ordered to end."""
     return any(w.incarnation > 1 for name in "ab" for w in job.told[name].wanted)
 
 

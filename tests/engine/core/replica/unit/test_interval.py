@@ -89,7 +89,7 @@ def test_the_cost_is_the_stall_and_what_steps_take_longer() -> None:
 def test_the_operators_bounds_hold_and_the_first_save_measures_the_cost() -> None:
     found = pace("a", least_s=5.0, most_s=9.0)
     assert not found.is_due(4.9)
-    assert found.is_due(5.0)  # nothing is known of the cost yet
+    assert found.is_due(5.0)  # the cost is not known yet
     run(found, 0.0, 5, 1.0)
     found.record_save(5.0, stall_s=2.0)
     run(found, 5.0, 2, 0.1)

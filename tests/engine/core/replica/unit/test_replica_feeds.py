@@ -206,7 +206,7 @@ class Joiner:
     def follows(
         self, *events: ev.StateFed | ev.StepFed | ev.StateObtained
     ) -> list[ef.WorkerEffect]:
-        """Hear events; return the effects once nothing more follows from them."""
+        """Deliver events; return the effects once no more follow from them."""
         for event in events:
             assert not self.following.hear(event)
         for _ in range(EFFECTS_MAX):
@@ -320,7 +320,7 @@ def test_a_state_that_is_fed_no_further_is_of_no_use() -> None:
 
 
 def test_a_worker_that_was_fed_in_vain_says_that_the_next_order_cannot_feed_it() -> None:
-    """The next order may name it all the same: the coordinator had not heard of its state."""
+    """The next order may name it all the same: the coordinator did not know its state."""
     loading = Joiner()
     loading.ordered(ORDER)
     loading.follows(ev.StateFed(4, 7))

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and what is removed: never what a checkpoint or a save needs."""
+"""Which checkpoints are kept or removed: checkpoints and saves never lose parts that they need."""
 
 from __future__ import annotations
 

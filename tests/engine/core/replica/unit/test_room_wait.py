@@ -1,4 +1,4 @@
-"""Workers whose ledgers cannot grow save their state, rest and go on: decisions of the core."""
+"""Workers whose ledgers cannot grow save their state, rest and continue: decisions of the core."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def training(workers: int = 2, *, saves: bool = True) -> Company:
 
 
 def go_on(company: Company) -> None:
-    """Let each script that has committed a step rest at its boundary."""
+    """Make each script that has committed a step rest at its boundary."""
     for walker in company.members:
         if walker.status.phase is Phase.SCRIPT:
             walker.feed(ev.AtBoundary())

@@ -1,4 +1,4 @@
-"""When a share of the state is saved, and when a checkpoint counts: decisions of the core."""
+"""The core must decide when a share of the state is saved, and when a checkpoint counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def saving(every: int = 10, *, compared: bool = False) -> Saves:
 
 
 def saved(saves: Saves, step: int, committed: int) -> list[Any]:
-    """Have a checkpoint agreed on, copied, and made durable after `committed` steps."""
+    """Agree on a checkpoint after `committed` steps, copy it, and make it durable."""
     saves.agree(step, a_view(1, range(2)), Wish.SAVE)
     saves.next_copy(step)
     saves.record_copy(step, 0.0, 0.1, "")
@@ -66,7 +66,7 @@ def test_only_the_agreed_step_is_copied() -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_worker_is_busy_from_the_order_to_the_answer(early: bool) -> None:
-    """That holds even if the answer arrives before the script has reported its copy."""
+    """The worker is busy even if the answer arrives before the script has reported its copy."""
     saves = saving()
     saves.agree(10, a_view(1, range(2)), Wish.SAVE)
     saves.next_copy(10)
@@ -95,12 +95,12 @@ def test_a_checkpoint_counts_once_its_state_was_compared() -> None:
     assert counting(saved(saves, 40, 40)) == []
     saves.want(1)  # the job ends
     assert counting(saves.count_compared(40)) == []
-    assert counting(saved(saving(), 10, 10)) == [10]  # nothing is ever compared
+    assert counting(saved(saving(), 10, 10)) == [10]  # no states are ever compared
 
 
 def test_only_the_whole_checkpoint_counts_and_one_worker_tells_why_it_does_not() -> None:
     saves = saving()
-    share = SaveEnded(10, ViewNumber(1))  # it is written, and others may not be
+    share = SaveEnded(10, ViewNumber(1))  # it is written, and other shares may not be
     assert saves.record_end(share, 20) == saves.count_compared(20) == []
     failed = SaveEnded(10, ViewNumber(1), problem="no space left")
     assert saves.record_end(failed, 20) == []
@@ -115,7 +115,7 @@ def counting(outcomes: list[Any]) -> list[int]:
 
 
 def test_a_copy_that_nobody_took_is_not_made_again_after_every_step() -> None:
-    """Such a copy costs as much time as one that is saved."""
+    """Such a copy costs as much time as a copy that is saved."""
     pace = PacePolicy(least_s=3600.0, most_s=3600.0)
     saves = Saves(SavePolicy(enabled=True, pace=pace), WorkerId(0), Exposure())
     saves.enter(a_view(1, [0]), 0.0)
@@ -132,7 +132,7 @@ def test_an_operator_who_ends_the_job_has_one_checkpoint_made() -> None:
     assert saves.opinion(12, 0.0, leads=False) == (Wish.LAST_SAVE, False)
     saves.agree(13, a_view(1, range(2)), Wish.LAST_SAVE)
     assert saves.next_copy(13) == [CopyState(SinkKind.STORE, 13, a_view(1, range(2)), checked=True)]
-    assert counting(saves.record_end(answered(13), 13)) == [13]  # nobody may compare it
+    assert counting(saves.record_end(answered(13), 13)) == [13]  # no member may compare it
     saves.want(1)  # asked for again and again until the job has ended
     assert saves.opinion(13, 0.0, leads=False) == (False, False)
 
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_a_worker_that_left_uncompared_does_not_count(durable_fi
 
 
 def test_a_checkpoint_counts_in_the_view_by_which_its_next_step_is_committed() -> None:
-    """This member did not get the votes of that step; the others have compared their states."""
+    """This member did not get the votes of that step; the other members have compared states."""
     standing = Standing(WorkerId(0), Incarnation(1))
     saves = SavePolicy(enabled=True, every=10, compared=True)
     copies = Copies(standing, saves, ReplicationPolicy())

@@ -103,7 +103,7 @@ class Move:
         return [line.text for line in lines]
 
     def start_heir(self, *complete: str) -> list[str]:
-        """Let the heir listen, and worker 0 report these complete heirs; return the lines."""
+        """Start the heir's server; worker 0 reports these complete heirs. Return the lines."""
         servers = running(0, "h0:1"), running(1, "h0:2", 1)
         self.cluster.hear("n0", member(0, heirs=complete), servers=servers)
         return self.review()
@@ -214,7 +214,7 @@ def test_a_server_stays_on_a_drained_node_if_there_is_no_other() -> None:
 
 
 class Leaver:
-    """Is the departure of node n1 for good in 10 s, which its fifth report tells first."""
+    """Is the departure of node n1 for good in 10 s, which its fifth report announces first."""
 
     def __init__(self) -> None:
         self.departure = Departure()
@@ -363,7 +363,7 @@ class Scaling:
         return self.places.layout
 
     def hear(self, worker: int, *complete: str, layout: ServerLayout | None = None) -> None:
-        """Let a worker report what it knows; all servers run on n0."""
+        """Deliver a worker's report; all servers run on n0."""
         status = member(worker, heirs=complete, layout=layout)
         servers = tuple(self.running) if worker == 0 else ()
         self.cluster.hear(f"n{worker}", status, servers=servers)

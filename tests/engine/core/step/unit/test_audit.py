@@ -46,7 +46,7 @@ def test_the_wanted_share_of_tasks_is_audited() -> None:
     audits = [audit for each in plans for audit in each]
     assert all(audit.owner == OWNERS[audit.vrank] not in audit.auditors for audit in audits)
     pairs = {(audit.owner, *audit.auditors) for audit in audits}
-    assert len(pairs) == 12  # everybody is compared with everybody else
+    assert len(pairs) == 12  # every worker is compared with every other
     assert {audit.vrank for audit in audits} == set(range(16))
     assert plans == [plan(7, step, OWNERS, WORKERS, 0.05) for step in range(2000)]
     assert plans != [plan(8, step, OWNERS, WORKERS, 0.05) for step in range(2000)]
@@ -242,7 +242,7 @@ def test_invalidations_do_not_depend_on_the_order_of_reports(
     assert [e.view for e in forwards] == sorted(e.view for e in forwards)
     newest = max((each.view for each in found), default=0)
     accused = {w for each in found if each.view == newest for w in each.wrong}
-    for merged in (forwards, one_by_one):  # nobody in the newest view is forgotten
+    for merged in (forwards, one_by_one):  # no worker in the newest view is forgotten
         assert {w for each in merged if each.view == newest for w in each.wrong} == accused
 
 

@@ -167,7 +167,7 @@ def test_a_task_that_left_out_a_record_on_one_worker_is_not_compared() -> None:
 def test_all_contradict_themselves_by_the_script_or_by_their_kernels(
     exact: bool, kinds: tuple[int, int]
 ) -> None:
-    """Processors of two kinds do not explain it, but nobody is then accused of steady results."""
+    """Processors of two kinds do not explain it, but no worker is accused of steady results."""
     found, view = audits(), view_of(2, 4)
     found.hear(view, [(Alike.BITS, -1, kind, exact) for kind in kinds], drops=False)
     for attempt in range(3):
@@ -177,7 +177,7 @@ def test_all_contradict_themselves_by_the_script_or_by_their_kernels(
 
 
 def test_a_task_that_contradicts_itself_is_computed_by_all_though_it_was_not_to_be() -> None:
-    """Whoever repeats its own first task may be alone in that."""
+    """The worker that repeats its own first task may be the only one."""
     found, view = audits(), view_of(2, 4)
     step = OpenStep(0)
     step.note(TaskDone(0, 3, Purpose.HOSTED, 1, FICKLE))
@@ -377,7 +377,7 @@ def test_iterators_and_generators_that_a_script_keeps_are_named() -> None:
 
 
 def test_a_look_at_a_large_memory_is_short() -> None:
-    """It comes as a worker begins, and must not keep a job from going on."""
+    """It comes as a worker begins, and must not hold a job up."""
     large = tuple(tuple(tuple(object() for _ in range(50)) for _ in range(50)) for _ in range(50))
     walk = script_suspects._Walk(())
     walk.visit("large", large, 0)

@@ -33,12 +33,12 @@ def test_each_task_of_a_joiner_is_computed_by_a_donor_until_one_is_committed() -
     planned = (Audit(0, W0, (W3,)), Audit(1, W1, (W3,)))
     found = newcomers.audits(view, OWNERS, planned)
     assert [audit.vrank for audit in found] == [0, 1, 3, 5, 7]
-    assert found[0] == planned[0]  # the others' audits stay
+    assert found[0] == planned[0]  # the audits of other workers stay
     assert {a for audit in found[1:] for a in audit.auditors} == {W0, W2}
     newcomers.add_audits(view, (W0, W1, W3))
     assert newcomers.audits(view, OWNERS, planned) == found  # the step may be done again
     assert newcomers.record_commit(W1)
-    assert not newcomers.record_commit(W0)  # it has nothing to prove
+    assert not newcomers.record_commit(W0)  # it has no task to prove
     assert newcomers.audits(view, OWNERS, planned) == planned
     assert Newcomers(looks=False).audits(view, OWNERS, planned) == planned
     assert Newcomers(looks=False).record_commit(W1)
@@ -48,7 +48,7 @@ def test_a_joiner_that_hosts_nothing_proves_itself_by_a_members_task() -> None:
     newcomers, view, idle = Newcomers(looks=True), joined(W1), (W0, W2, W3, W0)
     planned = (Audit(0, W0, (W2,)),)
     assert newcomers.audits(view, idle, planned) == (*planned, Audit(1, W2, (W1,)))
-    newcomers.add_audits(view, (W0, W2))  # others have computed everything again
+    newcomers.add_audits(view, (W0, W2))  # other workers have computed everything again
     assert not newcomers.record_commit(W1)
     assert [audit.vrank for audit in newcomers.audits(view, OWNERS, ())] == [1, 5]
     newcomers.add_audits(view, (W2, W1))
@@ -79,18 +79,18 @@ def test_a_joiner_is_unproven_until_a_task_of_it_is_committed() -> None:
         return make_view(proposal, ViewNumber(9), old, roster).unproven
 
     assert unproven(4, 1, 3) == (W1, W3)
-    assert unproven(4, 0, 1, 2, 3) == ()  # the job begins: nobody has more than they
+    assert unproven(4, 0, 1, 2, 3) == ()  # the job begins: no worker has proven more than they
     before = joined(W1)
     assert unproven(4, old=before) == (W1,)  # the step is done again
     assert unproven(4, 3, old=before) == (W1, W3)
-    assert unproven(5, old=before) == (W1,)  # it hosted nothing in the step before
+    assert unproven(5, old=before) == (W1,)  # it hosted no task in the step before
     proved = Cluster(*[member(w) for w in range(4)]).roster
     there, roster = roster, proved
     assert unproven(5, old=before) == ()
     assert unproven(5, 3, old=before) == (W3,)
     roster = there
     assert unproven(4, old=joined(W1, W3), members=3) == (W1,)
-    assert unproven(4, old=joined(W0, W1), members=2) == ()  # nobody else is left
+    assert unproven(4, old=joined(W0, W1), members=2) == ()  # no other worker is left
     there.apply(OrderNext(W1))
     assert unproven(4, old=before) == ()
 
@@ -143,7 +143,7 @@ def test_a_joiner_that_is_accepted_in_between_clears_the_script() -> None:
     assert judged(newcomers, joined(W1), leaves((W1, 1)))[1] is Refusal.QUARANTINED
     newcomers.add_audits(joined(W3), (W0, W3))
     assert judged(newcomers, joined(W2), leaves((W2, 2)))[1] is Refusal.ANEW
-    # the same beside a joiner that is right
+    # the same next to a joiner that is right
     assert judged(newcomers, joined(W1, W3), leaves((W1, 1))) == ((W1,), Refusal.ANEW)
 
 

@@ -106,7 +106,7 @@ def test_a_worker_contradicts_itself_if_one_of_its_processes_does() -> None:
     digests = (11, FICKLE, 12)
     (told,) = hear_all(3, [dataclasses.replace(TASK, digest=digest) for digest in digests])
     assert told == dataclasses.replace(TASK, digest=FICKLE)
-    digests = (SUBSTITUTED, FICKLE, 12)  # they read other records, so their digests prove nothing
+    digests = (SUBSTITUTED, FICKLE, 12)  # they read other records, so their digests are no proof
     (told,) = hear_all(3, [dataclasses.replace(TASK, digest=digest) for digest in digests])
     assert told == dataclasses.replace(TASK, digest=SUBSTITUTED)
     assert hear_all(2, [ev.LoopEntered(True), ev.LoopEntered(False)]) == [ev.LoopEntered(False)]
@@ -183,7 +183,7 @@ def test_the_worst_that_any_of_them_says_counts() -> None:
 
 
 def test_tasks_may_end_in_any_order() -> None:
-    """Each process goes its own pace; the machine hears of a task when the last has done it."""
+    """Each process goes its own pace; a task ends for the machine when the last has done it."""
     dice = random.Random(5)
     for _ in range(50):
         shards, vranks, told = ShardEvents(2), range(4), []
@@ -213,7 +213,7 @@ def test_a_view_that_is_over_is_forgotten() -> None:
     assert shards.hear(0, ev.SaveEnded(4, VIEW)) == []
     assert shards.hear(0, TASK) == []
     shards.begin(VIEW + 1)
-    assert shards.hear(1, ev.Connected(VIEW)) == []  # nobody waits for it any more
+    assert shards.hear(1, ev.Connected(VIEW)) == []  # no process waits for it any more
     assert shards.hear(1, ev.SaveEnded(4, VIEW)) == [ev.SaveEnded(4, VIEW)]
     assert shards.hear(1, TASK) != []
     assert shards.hear(1, ev.Connected(VIEW + 1)) == []
@@ -221,7 +221,7 @@ def test_a_view_that_is_over_is_forgotten() -> None:
 
 
 def test_effects_for_one_process_alone_are_those_of_the_agent_and_the_whole_worker() -> None:
-    """Only effects that concern the agent, or the worker as a whole, are for one process alone."""
+    """One process alone gets only effects that concern the agent, or the worker as a whole."""
     kinds = get_args(ef.WorkerEffect)
     alone = {kind.__name__ for kind in kinds if not is_shared(object.__new__(kind))}
     assert alone == {"Tell", "NoteDoubt", "Withdraw", "LookWhoIsLate", "GiveUp", "Exit"}

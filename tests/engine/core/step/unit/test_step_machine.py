@@ -26,7 +26,7 @@ EAGER = Patience(steps=1, times=0.0, least_s=0.0, copies=1.0)
 
 
 def walked(workers: int, policy: StepPolicy | None = None, vranks: int = 0) -> Company:
-    """Return a company whose members have just begun, as joiners that get no state from anybody."""
+    """Return a company whose members have just begun, as joiners that get no state."""
     company = Company(workers, policy)
     company.stops_at = Topic.VOTE
     everyone = range(workers)
@@ -117,7 +117,7 @@ def test_a_change_that_one_knows_of_is_announced_to_all() -> None:
     company.settle()
     assert (first.status.committed, second.status.committed) == (1, 1)
     for walker in company.walkers:
-        # The rest of the last votes must still reach the others.
+        # The rest of the last votes must still reach the other members.
         assert walker.orders(ef.Abort) == []
         walker.feed(ev.AtBoundary())
         assert walker.orders(ef.Abort) == []
@@ -347,7 +347,7 @@ def test_hardware_that_is_not_deterministic_is_asked_for_less(tolerance: float, 
 
 
 def test_several_machines_that_contradict_themselves_end_the_job_by_its_script() -> None:
-    """On processors that compute exactly, only chance in the script explains the differences."""
+    """Only chance in the script explains differences on processors that compute exactly."""
     company = Company(2, StepPolicy(audit=1.0), exact=True)
     words = itertools.count(100)  # another one each time
     for walker in company.walkers:

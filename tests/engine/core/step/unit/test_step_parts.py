@@ -379,7 +379,7 @@ def test_a_worker_whose_numbers_were_finite_again_has_made_a_mistake() -> None:
     entered = ruling()
     entered.record_doubt(4, [W1])
     entered.enter(a_view(2, range(3)))
-    assert entered.settle(4, rightly=False) == []  # in another view nobody knows
+    assert entered.settle(4, rightly=False) == []  # no member of another view knows of the doubt
 
 
 def test_states_that_differ_are_judged_by_the_majority() -> None:
@@ -436,7 +436,7 @@ def test_where_all_that_was_used_was_audited_nobody_goes_back() -> None:
     (only,) = conclude_with([(NEVER, 5, 1), (NEVER, 5, 2), (NEVER, 5, 1)], diverged=False)
     assert isinstance(only, Doubted)
     assert only.invalidation.wrong == ()  # it started from a wrong state
-    (only,) = conclude_with(None, diverged=False)  # the group broke before all had spoken
+    (only,) = conclude_with(None, diverged=False)  # the group broke before all messages were there
     assert isinstance(only, Doubted)
     assert only.invalidation == dataclasses.replace(only.invalidation, after=5, wrong=())
 

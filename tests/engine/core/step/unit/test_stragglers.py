@@ -262,7 +262,7 @@ def test_the_leader_tells_of_what_costs_something() -> None:
 
 
 def test_slowness_that_comes_and_goes_is_reported_once() -> None:
-    """As on a laptop with other programs, worker 1 is late for a while, again and again."""
+    """Worker 1 is late for a while, again and again, as on a laptop with other programs."""
     workers = _ids(range(2))
     members = tuple(
         Member(worker=w, incarnation=Incarnation(1), agent=AgentId("a")) for w in workers
@@ -337,7 +337,7 @@ def test_busy_machines_are_named_once_several_workers_were_slow() -> None:
 
 
 def lateness(task_s: list[float], others_s: list[float], patience: Patience) -> Lateness:
-    """Return the lateness after steps of one task each; the others took `others_s` longer."""
+    """Return the lateness after steps of one task each; other workers took `others_s` longer."""
     found, now = Lateness(patience), 0.0
     found.record_view(now)
     for task, wait in zip(task_s, others_s, strict=True):
@@ -349,7 +349,7 @@ def lateness(task_s: list[float], others_s: list[float], patience: Patience) -> 
 
 
 def after(found: Lateness) -> tuple[float, float]:
-    """Return how long it waits before it copies, and before it reports that a worker is late."""
+    """Return the times for which it waits before it copies, and before it reports a late worker."""
     return found.copy_at - found.began_at, found.late_at - found.began_at
 
 

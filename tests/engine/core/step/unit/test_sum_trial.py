@@ -67,7 +67,7 @@ def test_without_a_majority_a_sum_stays_undecided() -> None:
 
 
 def test_the_maker_of_a_wrong_sum_is_found_wherever_it_is_in_the_tree() -> None:
-    """With random hosts, up to three shards, and any wrong makers; only these are ever blamed."""
+    """Hosts, shards (up to three) and wrong makers are random; only wrong makers are blamed."""
     found = 0
     for seed in range(400):
         dice = random.Random(seed)

@@ -154,7 +154,7 @@ def test_a_wait_that_is_little_of_a_step_is_not_worth_a_line(compute_us: int, to
         for verdict in detector.observe([exchange(rank, step) for rank in range(4)], [compute_us])
     ]
     assert bool(found) is told
-    assert detector.observe([Wait()], [5]) == []  # a single member waits for nobody
+    assert detector.observe([Wait()], [5]) == []  # a single member waits for no other
     assert Wait() == Wait(peer=NO_MEMBER, took_us=0, waited_us=0)
 
 

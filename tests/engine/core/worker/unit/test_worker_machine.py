@@ -224,7 +224,7 @@ def test_the_step_after_a_save_compares_all_of_the_state() -> None:
 
 
 def open_next(company: Company, kind: StepKind) -> None:
-    """Let the scripts go on with the next step at once."""
+    """Make the scripts begin the next step at once."""
     for walker in company.members:
         assert walker.status.phase is Phase.SCRIPT
         walker.feed(ev.StepOpened(walker.status.committed, kind, rested=False))

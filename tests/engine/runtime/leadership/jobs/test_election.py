@@ -117,7 +117,7 @@ def test_a_term_that_passes_during_a_campaign_is_not_given_again(
 
 
 class Lossy:
-    """A path to etcd that carries requests out and loses some answers."""
+    """Is a path to etcd that carries requests out and loses some answers."""
 
     def __init__(self, to: Endpoint) -> None:
         self.lose = 0
@@ -197,7 +197,7 @@ def test_the_office_ends_by_its_own_clock(cluster: EtcdCluster, tmp_path: Path) 
 
 
 def test_a_record_from_a_later_term_is_not_followed(cluster: EtcdCluster, tmp_path: Path) -> None:
-    """Somebody has removed the term from etcd: agents would not hear a coordinator of term 1."""
+    """The term was removed from etcd by hand: agents would ignore a coordinator of term 1."""
 
     async def scenario() -> None:
         leadership = await open_election(cluster.url(tmp_path.name, LONG_TTL_S)).campaign(

@@ -25,7 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 @contextlib.asynccontextmanager
 async def server(answer: bytes | None) -> AsyncIterator[Endpoint]:
-    """A server that sends `answer` to every request and hangs up; None: it never answers."""
+    """Run a server that sends `answer` to every request and hangs up; None: it never answers."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):

@@ -37,7 +37,7 @@ from holdfast.engine.runtime.leadership.journal import (
 from labs.etcd_cluster import EtcdCluster
 from support import WAIT_S, start_etcd
 
-TTL_S = 60  # the time of leases, which nothing renews here
+TTL_S = 60  # the time of leases, which are not renewed here
 
 
 def record(term: int, release_loop: int = 0) -> JobRecord:
@@ -360,7 +360,7 @@ def test_terms_grow_whatever_is_lost(tmp_path: Path) -> None:
     assert (term, found) == (COUNTED_MAX + 1_900_000_001, None)
     assert str(lock) in damage
     lock.write_bytes(b"nonsense")
-    assert load(path, now=0.0)[0] > 2**31  # above all that were counted, though it is 1970
+    assert load(path, now=0.0)[0] > 2**31  # above all counted terms, though the clock is at 1970
 
 
 KILLED_WHILE_SAVING = """

@@ -1,9 +1,10 @@
 """Tests notices that a machine is about to be taken away.
 
-The servers here answer as each cloud's documents say (runtime/node/notices.py names them). Nothing
-is recorded from a cloud, and no test has run in one. By the documents: paths, headers, statuses,
-names of fields, the words of actions and events. Guesses: that a cloud answers so on every machine
-type, that Google's machines end 30 s after the notice, and that AWS's `time` is in UTC.
+The servers here answer as each cloud's documents describe (runtime/node/notices.py names them). No
+answer is recorded from a cloud, and no test has run in one. By the documents: paths, headers,
+statuses, names of fields, the words of actions and events. Guesses: that a cloud answers so on
+every machine type, that Google's machines end 30 s after the notice, and that AWS's `time` is in
+UTC.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def test_variables_that_are_read_only_at_import_cannot_differ(site: Site) -> Non
 def test_descriptors_come_where_they_are_asked_for_however_high(
     site: Site,
 ) -> None:
-    """An agent with many workers has descriptors above those that the server uses itself."""
+    """An agent with many workers has higher descriptors than those in use by the server."""
     high = [fcntl.fcntl(site.say_write, fcntl.F_DUPFD, 200 + number) for number in range(12)]
     ends = [os.pipe() for _ in high]
     for place, (_, write) in zip(high, ends, strict=True):

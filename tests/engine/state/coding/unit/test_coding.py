@@ -26,7 +26,7 @@ SHAPES = [(1, 1), (2, 1), (4, 2), (3, 4), (10, 6), (12, 2)]  # data and parity p
 
 
 def times(a: int, b: int) -> int:
-    """In GF(2^8) with ISA-L's polynomial, bit by bit."""
+    """Multiply in GF(2^8) with ISA-L's polynomial, bit by bit."""
     product = 0
     while b:
         product ^= a if b & 1 else 0
@@ -40,7 +40,7 @@ def inverse(a: int) -> int:
 
 
 def naive_parity(data: list[bytes], m: int) -> list[bytes]:
-    """The Cauchy code by its definition: row i, column j of the parity is 1 / ((k + i) ^ j)."""
+    """Compute the Cauchy code by definition: row i, column j of the parity is 1 / ((k + i) ^ j)."""
     k = len(data)
     rows = [[inverse((k + i) ^ j) for j in range(k)] for i in range(m)]
     parity = []
@@ -58,7 +58,7 @@ def pieces_of(data: Iterable[bytes]) -> list[memoryview]:
 
 
 def coded(code: ReedSolomon, size: int, seed: int) -> list[memoryview]:
-    """All pieces of random data."""
+    """Return all pieces of random data."""
     source = pieces_of(random.Random(seed).randbytes(size) for _ in range(code.k))
     parity = pieces_of([bytes(size)] * code.m)
     code.encode(source, parity)
@@ -86,7 +86,7 @@ def test_the_left_null_space_is_orthogonal_and_complete(data: st.DataObject) -> 
     assert not reed_solomon.multiply(rows, columns).any()
     beyond = reed_solomon.left_null_space(np.ascontiguousarray(rows.T))
     assert len(rows) + len(beyond) == k  # the rows are independent
-    # Nothing else is orthogonal: what the columns do not span, the rows do.
+    # No other vector is orthogonal: the rows span all vectors outside the span of the columns.
     assert len(reed_solomon.left_null_space(np.concatenate([columns, rows.T], axis=1))) in range(k)
 
 
@@ -181,7 +181,7 @@ def test_python_goes_on_while_pieces_are_computed() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     started.wait()
-    while not ended.is_set():  # this loop would see nothing of a call that keeps the lock
+    while not ended.is_set():  # this loop could not run during a call that keeps the lock
         seen += 1
     thread.join()
     assert seen > 1000
@@ -242,4 +242,4 @@ def test_wrong_pieces_are_not_looked_for_among_too_few() -> None:
     every = dict(enumerate(coded(code, 10, 1)))
     with pytest.raises(InvariantError, match="too few"):
         code.find_wrong({i: every[i] for i in (0, 4)})
-    assert code.find_wrong({i: every[i] for i in (0, 2, 4)}) == ()  # nothing is left to check by
+    assert code.find_wrong({i: every[i] for i in (0, 2, 4)}) == ()  # no piece is left for a check

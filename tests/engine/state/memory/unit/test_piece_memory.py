@@ -137,7 +137,7 @@ def test_pieces_older_than_a_protected_state_are_dropped() -> None:
 
 
 def test_pieces_of_older_steps_that_a_later_view_keeps_stay() -> None:
-    """That view began further back, since a state that an older view protected was lost."""
+    """The later view began further back, because a state that an older view protected was lost."""
     with file_of() as (arena, reading):
         put(arena, GRADIENT, 2, b"old" * 9)
         put(arena, GRADIENT, 2, b"new" * 9, PieceShelf(7, 3, ((0, 0),), 0))
@@ -387,14 +387,14 @@ def test_a_damaged_piece_is_never_used_and_not_told_of_any_more() -> None:
     nodes.damage(2)
     assert nodes.memories[2].report()[0] != ()
     assert nodes.read(STATE, 8) == IMAGE
-    assert nodes.memories[2].report()[0] == ()  # nobody counts on it a second time
+    assert nodes.memories[2].report()[0] == ()  # no reader counts on it a second time
     assert nodes.read(STATE, 8) == IMAGE
     with pytest.raises(Damaged):
         nodes.read(STATE, 8, without=(3,))
 
 
 def lie(nodes: Nodes, node: int, index: int) -> None:
-    """Have a node keep a wrong piece with its right digest, like a fault while it was made."""
+    """Make a node keep a wrong piece with its right digest, like a fault while it was made."""
     arena = nodes.arenas[node]
     (entry,) = arena._table.entries
     nodes.damage(node, index)
@@ -464,7 +464,7 @@ def test_a_piece_that_was_wrong_from_the_beginning_is_noticed_by_one_other(lost:
     nodes = Nodes("rs:2+2", 4)
     nodes.keep(STATE, 8, IMAGE)
     lie(nodes, 2, 2)
-    assert nodes.read(STATE, 8) == IMAGE  # nothing of it is used
+    assert nodes.read(STATE, 8) == IMAGE  # none of its bytes are used
     with pytest.raises(Damaged, match="contradict"):
         nodes.read(STATE, 8, without=(lost,))
 

@@ -24,7 +24,7 @@ BUDGET = 1 << 16
 
 
 class Other:
-    """A process on another node: the pieces that it receives are in its memory."""
+    """Is a process on another node: the pieces that it receives are in its memory."""
 
     def __init__(self) -> None:
         descriptor = os.memfd_create("test")

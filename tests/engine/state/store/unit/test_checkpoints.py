@@ -1,4 +1,4 @@
-"""Checkpoints: never half of one, never a wrong byte, nothing written twice, nothing lost."""
+"""Checkpoints: never half of one, never a wrong byte, no bytes written twice, none lost."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def rewrite(store: str, step: int, **changes: Any) -> None:
 def test_a_type_that_is_not_known_is_named(
     dtype: str, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last one is a known type, of which the tensor has too many bytes."""
+    """The last one is a known type, but the tensor has too many bytes for it."""
     rewrite(store, 20, entry={"dtype": dtype})
     words = f"'model.weight' is of {dtype!r}, which this PyTorch does not know"
     assert words in run(capsys, "verify", store, "20", code=1)

@@ -1,4 +1,4 @@
-"""Buckets: the same contract, against a real server process that speaks S3."""
+"""Buckets: the same contract, against a real server process with the protocol of S3."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ObjectStorage, open_bucket = objects.ObjectStorage, objects.open_bucket
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The endpoint of a server with nothing in it."""
+    """Yield the endpoint of an empty server."""
     pytest.importorskip("moto", reason="moto's S3 server is not installed")
     log = tmp_path_factory.mktemp("s3") / "log"
-    # It takes a free port and prints it: a port that we chose could be somebody else's by then.
+    # It takes a free port and prints it: a port that we chose could have another owner by then.
     command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", "0"]
     with open(log, "wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as popen:
         try:
@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a new bucket, with the keys in the environment."""
+    """Return the URL of a new bucket, with the keys in the environment."""
     for name, value in {
         "AWS_ENDPOINT": server,
         "AWS_ACCESS_KEY_ID": "test",

@@ -85,7 +85,7 @@ def test_shares_are_the_state_again_in_the_order_of_the_ranks(
 
 
 class Thing:
-    """A protected object with tensors of several kinds."""
+    """Is a protected object with tensors of several kinds."""
 
     def __init__(self, seed: int) -> None:
         made = torch.Generator().manual_seed(seed)
@@ -144,7 +144,7 @@ def a_saver(
     state_print: int = 7,
     rank: int = 0,
 ) -> Saver:
-    """Make a saver. `saved`, `told`: lists of durable steps, and of reasons why others are not."""
+    """Make a saver. `saved`, `told`: lists of durable steps, and of reasons against other steps."""
 
     def tell(save: SaveEnded) -> None:
         if save.durable:
@@ -164,7 +164,7 @@ def copy(saver: Saver, step: int, within: View, checked: bool = False) -> str:
 def test_a_checkpoint_saved_without_the_coordinator_is_used_once_it_was_compared(
     tmp_path: Path, orders: socket.socket
 ) -> None:
-    """They go on, and remove the one that the coordinator knows."""
+    """They continue, and remove the checkpoint that the coordinator knows."""
     saved: list[int] = []
     saver = a_saver(orders, {"thing": Thing(1)}, saved)
     for step in (10, 20, 30, 40, 50):
@@ -173,7 +173,7 @@ def test_a_checkpoint_saved_without_the_coordinator_is_used_once_it_was_compared
     store = Checkpoints(FileStorage(tmp_path))
     restorer = Restorer(store, LoadedState({"thing": Thing(2)}))
     assert store.steps() == [30, 40, 50]
-    assert restorer.find_replacement(10, ()) == 40  # nobody has reported that 50 counts
+    assert restorer.find_replacement(10, ()) == 40  # there is no report that 50 counts
     assert restorer.find_replacement(10, (Invalidation(after=35, view=ViewNumber(1)),)) == 0
     assert restorer.find_replacement(40, ()) == 30
     copy(saver, 60, view(1, 2))
@@ -200,7 +200,7 @@ def test_any_number_of_workers_restores_a_checkpoint_that_several_saved(
         restore_together(store, 40, things)
         assert all(same(thing, Thing(1)) for thing in things)
     assert store.storage.names(PARTS) == []
-    assert len(store.manifest(40).packs) == size  # nothing has changed: all bytes are from step 10
+    assert len(store.manifest(40).packs) == size  # the same state: all bytes are from step 10
     assert {p.split("/")[1][:12] for p in store.manifest(40).packs} == {f"{10:012d}"}
 
 
@@ -270,7 +270,7 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
 def test_an_invalidated_checkpoint_is_neither_loaded_nor_saved(
     tmp_path: Path, orders: socket.socket
 ) -> None:
-    """A writer that had begun before it was known saves nothing either; a later view may save."""
+    """An earlier writer saves no checkpoint of it either; a later view may save."""
     saved: list[int] = []
     thing = {"thing": Thing(1)}
     told: list[str] = []
@@ -357,7 +357,7 @@ def test_a_share_that_does_not_come_costs_the_checkpoint(
     store = Checkpoints(FileStorage(tmp_path))
     assert store.steps() == []
     assert store.storage.names(SAVING) == []
-    answer = read_answer(order_share(orders, 20, 1, 2))  # and one that nobody waits for
+    answer = read_answer(order_share(orders, 20, 1, 2))  # no worker waits for this order
     assert (answer.problem, answer.durable) == ("", False)
     assert store.steps() == []
 
@@ -435,7 +435,7 @@ def test_without_a_writer_an_order_says_so() -> None:
 
 
 class Enough(Exception):
-    """Ends a loop that goes on for ever."""
+    """Ends an endless loop."""
 
 
 class Clock:
@@ -473,7 +473,7 @@ def test_a_rotten_pack_is_found_and_with_parity_mended(
     with pytest.raises(Enough):
         writer.scrub(1.0, clock)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1  # one pass: nothing was saved before the second
+    assert len(lines) == 1  # one pass: no save before the second
     assert ("repaired" if coded else "step 10: ") in lines[0]
     assert (pack.read_bytes() == before) == coded
     assert any(10_000 < seconds != SCRUB_S for seconds in clock.paused)  # at a byte a second
@@ -510,7 +510,7 @@ def test_a_worker_that_dies_after_its_copy_has_saved_it(
     tmp_path: Path, process: tuple[subprocess.Popen[bytes], socket.socket]
 ) -> None:
     popen, orders = process
-    popen.send_signal(signal.SIGSTOP)  # nothing is saved while the worker lives
+    popen.send_signal(signal.SIGSTOP)  # it saves no checkpoint while the worker lives
     code = (
         "import os, socket, sys; sys.path[:0] = sys.argv[2:]\n"
         "from test_snapshot import order_share\n"

@@ -67,7 +67,7 @@ def test_nothing_is_left_unfinished_and_what_others_left_is_swept(tmp_path: Path
     names += [f"elsewhere-{n}-a-0-packs+000000000009-{n}{n}-0" for n in (1, 2)]
     for name in names:
         (left / name).write_bytes(b"half")
-        os.utime(left / name, (0, 0))  # of whatever clock: times do not count
+        os.utime(left / name, (0, 0))  # from any clock: times do not count
     assert storage.names("") == ["a"]
     FileStorage(tmp_path).put("b", [b"y"])
     assert sorted(path.name for path in left.iterdir()) == sorted(names[1:])

@@ -44,7 +44,7 @@ def nothing(count: int) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Make three files: of several blocks, of one that is not full, and empty."""
+    """Make three files: of several blocks, of a block that is not full, and empty."""
     root, chance = tmp_path / "data", random.Random(1)
     (root / "part").mkdir(parents=True)
     (root / "a.bin").write_bytes(chance.randbytes(5 * BLOCK + 17))

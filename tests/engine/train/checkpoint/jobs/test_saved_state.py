@@ -1,4 +1,4 @@
-"""A job that begins from another one's checkpoint takes its state over, or says why it cannot."""
+"""A job can begin from another job's checkpoint: it takes the state, or explains a refusal."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def test_joiners_receive_the_state_from_few_donors_and_from_each_other(
 
 @pytest.mark.parametrize("damaged", [0, 1, 3])
 def test_a_damaged_transfer_is_never_loaded(damaged: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither if a donor damages it, nor a joiner that hands it on."""
-    monkeypatch.setattr("mailboxes.RUN_S", 1.0)  # the donors wait in vain for the joiners
+    """The damage may come from a donor, or from a joiner that hands the state on."""
+    monkeypatch.setattr("mailboxes.RUN_S", 1.0)  # the donors wait for the joiners without success
     source = nn.Linear(20, 20)
     modules = [copy.deepcopy(source) for _ in range(2)] + [nn.Linear(20, 20) for _ in range(3)]
     before = [each.weight.clone() for each in modules]

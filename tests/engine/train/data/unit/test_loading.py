@@ -98,7 +98,7 @@ def same(one, other):
 
 @pytest.fixture
 def source():
-    """Makes sources, closes them, and checks that nothing of theirs is left."""
+    """Makes sources, closes them, and checks that no part of them is left."""
     made = []
 
     def make(dataset, num_workers=2, plan_=None, **options):
@@ -116,7 +116,7 @@ def source():
 
 
 def reference(dataset, plan_=None):
-    """Every batch of the first steps, by the plainest path."""
+    """Return every batch of the first steps, by the plainest path."""
     one = BatchSource(dataset, plan_ or plan())
     one.follow(range(4), 0, STEPS)
     return {(s, v): one.batch(s, v) for s in range(STEPS) for v in range(4)}
@@ -170,7 +170,7 @@ def test_batches_loaded_ahead_survive_a_change_of_assignment(source):
         for vrank in (3,) if step == 0 else (0, 1, 3):
             assert same(one.batch(step, vrank), expected[step, vrank])
     assert one.stats.discarded == 0
-    # Only tasks that were wanted before the data workers could hear of them were loaded here.
+    # Only tasks that were wanted before the data workers could learn of them were loaded here.
     assert one.stats.inline <= 1 + 4
     assert [p.pid for p in one._pipeline.processes] == pids
 
@@ -194,7 +194,7 @@ def test_going_back_gives_the_same_batches_again(source, workers):
     expected = reference(Noisy())
     one = source(Noisy(), num_workers=workers)
     one.follow(range(4), 0, 6)
-    for first in (0, 2):  # to its end; then the job falls back to a snapshot, and goes on
+    for first in (0, 2):  # to its end; then the job falls back to a snapshot, and continues
         for step in range(first, 6):
             for vrank in range(4):
                 assert same(one.batch(step, vrank), expected[step, vrank])

@@ -32,7 +32,7 @@ LEDGER = "ledger of a run"
 
 
 class Decaying:
-    """A copy of the data with bad records; `once`: bad only when they are first read.
+    """Is a copy of the data with bad records; `once`: bad only when they are first read.
 
     `ways`: the damage of each record: a "flip" of a bit, or an "error" that reading it raises.
     """
@@ -217,7 +217,7 @@ def test_a_record_that_is_bad_on_one_worker_is_left_out_by_all(index: Path, tmp_
     """The ledger proves it, also if the worker dies before or after it has reported the record.
 
     A record that only the dead worker could not read stays out for all. If the worker had not
-    reported it when the step was committed, the others read it in that step.
+    reported it when the step was committed, the other workers read it in that step.
     """
     script = train(only_on(1), index, **QUARANTINED)
     seen: dict[int, int] = {}

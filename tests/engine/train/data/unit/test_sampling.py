@@ -127,7 +127,7 @@ def test_the_order_is_a_bijection(length, monkeypatch):
 
 
 def scatter(x, y, length, bins=32):
-    """How far a contingency table is from independence, in standard deviations."""
+    """Return the distance of a contingency table from independence, in standard deviations."""
     table = np.histogram2d(x, y, bins=bins, range=[[0, length]] * 2)[0]
     freedom = (bins - 1) ** 2
     return float(
@@ -143,7 +143,7 @@ def test_the_order_looks_random(length):
     assert abs(scatter(zero[:-1], zero[1:], length)) < 5  # neighbours
     assert abs(scatter(zero, one, length)) < 5  # epochs
     assert abs(scatter(zero, other, length)) < 5  # seeds
-    assert scatter(x, x, length) > 100  # the measure can tell
+    assert scatter(x, x, length) > 100  # the measure can distinguish them
 
 
 def test_all_orders_of_a_tiny_dataset_are_equally_likely():

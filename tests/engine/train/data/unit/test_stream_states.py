@@ -31,7 +31,7 @@ def sample(shard: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Resumable:
-    """Reads a shard, and can go on from another one's place."""
+    """Reads a shard, and can continue from another one's place."""
 
     def __init__(self, shard: int) -> None:
         self.shard, self.at, self.epoch = shard, 0, 0
@@ -61,7 +61,7 @@ class OfTensors(Resumable):
 
 
 class Lying(Resumable):
-    """Goes on somewhere else, like a shuffled one that fills its buffer again."""
+    """Continues at another place, like a shuffled source that fills its buffer again."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"] + 1

@@ -76,10 +76,10 @@ def test_the_sum_does_not_depend_on_the_assignment(
     copies = [Flat(buckets[0].params) for _ in range(vranks)]
     for copy, leaf in zip(copies, leaves, strict=True):
         copy.data.copy_(leaf)
-    for each in sums:  # the parts are still those that were received
+    for each in sums:  # the received parts have not changed
         assert all(each.agrees(v, {0: copies[v]}) for v in range(vranks))
     for v in range(vranks):
-        # Others see it only within a sum, unless its part is alone there.
+        # Other members see it only within a sum, unless its part is alone there.
         alone = any(start == v and min(w, vranks - v) == 1 for start, w in nodes[hosts[v]])
         copies[v].data.add_(1)
         unlike = [r for r in range(size) if not sums[r].agrees(v, {0: copies[v]})]
@@ -169,7 +169,7 @@ def checked(
         return plan
 
     def run_of(summing: BucketSum) -> tuple[int, bool]:
-        """Return how far a run is turned, and whether it is flat."""
+        """Return the number of places by which a run is turned, and whether it is flat."""
         for plan, turned in flat_plans:
             if plan is summing.plan:
                 return turned, True

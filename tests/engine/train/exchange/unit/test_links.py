@@ -1,4 +1,4 @@
-"""Slow networks: found in made-up exchanges, told from slow computing; no victim is blamed."""
+"""Slow networks: found in made-up exchanges, not taken for slow computing; no victim is blamed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def since(begin: int, factor: float, *who: int) -> Callable[..., float]:
 @pytest.mark.parametrize("size", [3, 12])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_slow_network_is_found_within_twenty_steps(size: int, shape: tuple[float, float]) -> None:
-    """No other network is blamed, nor anybody's computing."""
+    """Neither another network nor a worker's computing is blamed."""
     for seed, late_s in enumerate([0.1, 0.2, 0.5]):
         factor = 1 + late_s / shape[0] / BUCKETS
         found, blamed = watch(size, seed, shape, BEGIN + 20, sound, since(BEGIN, factor, 1))
@@ -69,7 +69,7 @@ def test_a_slow_network_is_found_within_twenty_steps(size: int, shape: tuple[flo
 @pytest.mark.parametrize("size", [2, 3, 12])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_slow_link_is_found_within_twenty_steps(size: int, shape: tuple[float, float]) -> None:
-    """The receiver over it is late with its own gradients, and others wait for it."""
+    """The receiver over it is late with its own gradients, and other members wait for it."""
     for seed, late_s in enumerate([0.1, 0.2, 0.5]):
         factor = 1 + late_s / shape[0] / BUCKETS
         found, _ = watch(size, seed, shape, BEGIN + 20, sound, since(BEGIN, factor, 1, 0))

@@ -42,7 +42,7 @@ from holdfast.lab.contracts.transports import (
 KEY = b"k" * 32
 IDENTITY = PeerIdentity(key=KEY)
 PATIENCE_S = 30.0  # time limit for events that must happen
-BUILD_S = 2.0  # an impostor waits for this long, though the others give up at once
+BUILD_S = 2.0  # an impostor waits for this long, though the other members give up at once
 
 
 def tcp(rank: int) -> MakeTransport:
@@ -62,14 +62,14 @@ def tcp_with_keyless_impostor(rank: int) -> MakeTransport:
 
 
 class Echo(PeerProof):
-    """An impostor without the key: it repeats to everyone the token that it was just shown."""
+    """Is an impostor without the key: it repeats to everyone the token that it was just shown."""
 
     def _check_token(self) -> bytes:
         return self._data
 
 
 class Silence(PeerProof):
-    """An impostor that takes connections and says nothing."""
+    """Is an impostor that takes connections and stays silent."""
 
     def feed(self, data: bytes) -> bytes:
         return b""
@@ -107,7 +107,7 @@ def test_memory(case: Callable[[GroupMember], None]) -> None:
 
 
 class Deaf(MemoryTransport):
-    """A broken transport: it does not hear that others gave the group up."""
+    """Is a broken transport: it does not notice that other members gave the group up."""
 
     def check(self, peer: int = -1) -> None:
         return
@@ -318,21 +318,21 @@ def test_the_transport_of_a_lone_worker_refuses_peers() -> None:
 
 
 class Forgetful(TcpTransport):
-    """A planted bug: aborting does nothing."""
+    """Plants a bug: aborting has no effect."""
 
     def abort(self) -> None:
         return
 
 
 class Trusting(GroupNetwork):
-    """A planted bug: waiting threads are not woken when the group is given up."""
+    """Plants a bug: waiting threads are not woken when the group is given up."""
 
     def abort(self) -> None:
         self.aborted = True
 
 
 class Scrambled(TcpTransport):
-    """A planted bug: messages of one pair may overtake each other."""
+    """Plants a bug: messages of one pair may overtake each other."""
 
     def exchange(self, sends: list, receives: list, tag: int, sent_us: int = 0) -> object:
         return super().exchange(list(reversed(sends)), receives, tag, sent_us)

@@ -1,4 +1,4 @@
-"""Tests that a script's own state beside the job is reported, in a process of its own."""
+"""Tests that a script's own state outside the job is reported, in a process of its own."""
 
 from __future__ import annotations
 

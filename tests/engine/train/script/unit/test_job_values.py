@@ -31,7 +31,7 @@ class Stage(enum.IntEnum):
 
 
 def through_bytes(values: Values) -> Values:
-    """Return what another worker, or a later job, has after loading these values."""
+    """Return the values that another worker, or a later job, has after loading these values."""
     found = Values()
     found.load_state_dict(restore(*flatten(values.state_dict(), "values")))
     return found

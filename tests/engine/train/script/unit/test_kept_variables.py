@@ -297,7 +297,7 @@ def run(
     *,
     saving: bool = False,
 ) -> list[str]:
-    """Run a script that saves its best model; return what the event log says of the script."""
+    """Run a script that saves its best model; return the event log's lines about the script."""
 
     def body(job: Job, me: ThreadWorker) -> None:
         script(job, Saver(me, path, dies_at, saving=saving))

@@ -20,7 +20,7 @@ from thread_cluster import ThreadWorker
 
 
 def own_batches(job: Job, me: ThreadWorker) -> Any:
-    """No dataset: the script makes its own batches."""
+    """Train without a dataset: the script makes its own batches."""
     model, optimizer = protected(job)
     for step in job.steps(until=5):
         for task in step:

@@ -48,7 +48,7 @@ def test_values_that_tasks_gather_are_known_to_all_in_order() -> None:
 
 
 def recurrent(job: Job, me: ThreadWorker) -> Any:
-    """Train with a hidden state that goes on from batch to batch."""
+    """Train with a hidden state that continues from batch to batch."""
     model, optimizer = protected(job)
     hidden = job.rank_state("hidden", lambda vrank: torch.full((2,), float(vrank)))
     for step in job.steps(job.batches(dataset(), 3), until=STEPS):
@@ -211,7 +211,7 @@ def test_states_that_are_not_used_are_not_sent() -> None:
 
 
 def refused(use: Callable[[Job, RankState, Any], None], within: bool) -> str:
-    """Return what a script is told that does this in a task, or between two steps."""
+    """Return the refusal of a script that does this in a task, or between two steps."""
 
     def script(job: Job, me: ThreadWorker) -> str:
         model, _ = protected(job)

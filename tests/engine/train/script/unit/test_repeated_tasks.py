@@ -37,7 +37,7 @@ def mark(gradient: torch.Tensor, batch: int = 1) -> RunMark:
 
 
 def judge(judged: RepeatedTasks, run: Run, step: int = 0) -> int:
-    """Run a task as often as is asked for, with others in between; returns how often it was."""
+    """Run a task as often as is asked for, with other tasks in between; return that number."""
     assert judged.is_due(step, 0)
     runs = [mark(run(0)), mark(run(0))]
     while not judged.judge_runs(runs, TASK):

@@ -1,4 +1,4 @@
-"""Tests that a script is told of clocks and coins with which its steps seem to compute."""
+"""Tests the reports to a script about clocks and coins with which its steps seem to compute."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def scale(weight):
 
 @pytest.mark.parametrize("terms", [100, 2000])
 def test_a_long_sum_is_looked_through_at_once(terms: int) -> None:
-    """As code has it that a program wrote; Python itself compiles it."""
+    """Programs that write code write such sums; Python itself compiles them."""
     total = " + ".join(["x"] * terms)
     compile(total, "made.py", "eval")
     assert in_forward(f"return {total}") == []
@@ -95,7 +95,7 @@ def test_a_long_sum_is_looked_through_at_once(terms: int) -> None:
 
 
 def test_a_branch_on_a_clock_counts_in_forward_only() -> None:
-    """In the loop it is nearly always a line that is printed now and then."""
+    """A branch in the loop nearly always prints a line now and then."""
     lines = "if time.time() - last > 30:", "    x = 2 * x"
     assert in_forward(*lines) == ["time.time() - last > 30 in line 3"]
     assert in_loop(*lines) == []

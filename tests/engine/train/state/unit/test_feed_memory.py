@@ -1,4 +1,4 @@
-"""What feeding costs the training beside it: waits and memory."""
+"""What feeding costs the training next to it: waits and memory."""
 
 from __future__ import annotations
 

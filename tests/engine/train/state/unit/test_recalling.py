@@ -76,7 +76,7 @@ def within(view: View) -> ViewConnections:
 
 
 class Process:
-    """A process of a worker, with its model, its step and the memory of its node."""
+    """Is a process of a worker, with its model, its step and the memory of its node."""
 
     def __init__(self, layout: Layout, worker: int, shard: int, memory: NodeMemory) -> None:
         self.shard = shard
@@ -140,7 +140,7 @@ class Nodes:
 
 
 class Joiner:
-    """A process that begins with what nodes hold of its shard."""
+    """Is a process that begins with the pieces of its shard on the nodes."""
 
     def __init__(self, layout: Layout, shard: int = 0) -> None:
         self.net, self.data = nn.Linear(30, 10 + shard), make_step()

@@ -44,7 +44,7 @@ IN_VIEW = ViewConnections(VIEW, _NONE, _NONE)
 
 
 class Told:
-    """A replicator of a small model, and its messages."""
+    """Is a replicator of a small model, and its messages."""
 
     def __init__(self, budget: int = BUDGET) -> None:
         self.events: list[ev.WorkerEvent] = []

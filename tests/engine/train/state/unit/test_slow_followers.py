@@ -1,4 +1,4 @@
-"""A follower that takes in steps too slowly is reported, and dropped without the others."""
+"""A follower that takes in steps too slowly is reported, and dropped without the rest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOW, FAST = WorkerId(1), WorkerId(2)
 
 
 class Receiver:
-    """A follower whose events go into a queue; it reads nothing before `gate` is set."""
+    """A follower whose events go into a queue; it reads no event before `gate` is set."""
 
     def __init__(self, order: int) -> None:
         self.said: queue.Queue[ev.WorkerEvent] = queue.Queue()
@@ -51,7 +51,7 @@ class Receiver:
         assert self.receiver.follow(everybody) == ()
 
     def until(self, kind: type[Any]) -> list[ev.WorkerEvent]:
-        """Its next events, up to the first one of a kind."""
+        """Return the next events, up to the first one of a kind."""
         found = [self.said.get(timeout=WAIT_S)]
         while not isinstance(found[-1], kind):
             found.append(self.said.get(timeout=WAIT_S))

@@ -1,4 +1,4 @@
-"""Pieces of tensors, coded where they lie, are those that the host's coder makes, to the byte."""
+"""Pieces of tensors, coded where they lie, equal the pieces of the host's coder to the byte."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ REDUCE = ef.Reduce(ONE, 3, (WorkerId(0),), (0,))
     ("effects", "woken"),
     [
         ((ef.Begin(3),), False),  # for the script, which is not waiting
-        ((REDUCE,), False),  # there is nothing to sum yet
+        ((REDUCE,), False),  # there is no gradient to sum yet
         ((REDUCE, ef.ShareRows(ONE, 3)), True),
         ((ef.CheckSum(ONE, 0, 0),), True),
     ],
@@ -183,7 +183,7 @@ def test_a_full_disk_is_told_to_the_script_and_the_effects_that_follow_are_carri
     link = Link()
     driver = Driver(Scripted(WorkerId(0), Incarnation(1)), link, Monitor())
     driver.serve(FullDisk())
-    driver.post(ev.LinkLost(ONE, ()))  # as the control thread does: it must go on
+    driver.post(ev.LinkLost(ONE, ()))  # the control thread does this, and it must continue
     assert driver.groups.aborted == 1
     assert len(link.told) == 1
     with pytest.raises(UserError, match="no space left"):

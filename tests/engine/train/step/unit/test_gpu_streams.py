@@ -64,7 +64,7 @@ def test_gradients_of_other_streams_are_whole_when_they_are_summed(
 
 @contextlib.contextmanager
 def anywhere(_: torch.Tensor) -> Iterator[None]:
-    """A planted bug: the bucket is filled in the present stream."""
+    """Plant a bug: the bucket is filled in the present stream."""
     yield
 
 
@@ -117,7 +117,7 @@ def test_the_time_of_a_task_that_is_running_is_not_asked_for(fake_gpu: torch.dev
     clock = TaskClock(fake_gpu)
     clock.begin()
     clock.end()
-    clock.begin()  # as in a member whose work is dropped: others' results are enough
+    clock.begin()  # as in a member whose work is dropped: the results of other members are enough
     assert clock.step_us() == 1000
     clock.end()
     assert clock.step_us() == 2000

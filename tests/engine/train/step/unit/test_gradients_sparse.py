@@ -79,7 +79,7 @@ def sparse(job: Job, me: ThreadWorker) -> Any:
 
 
 def by_sgd(job: Job, me: ThreadWorker) -> Any:
-    """One optimizer for sparse and dense gradients, and losses with a weight."""
+    """Train with one optimizer for sparse and dense gradients, and losses with a weight."""
     model = Words()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     job.protect(model=model, optimizer=optimizer)
@@ -107,7 +107,7 @@ def with_momentum(job: Job, me: ThreadWorker) -> Any:
 
 
 def only_rows(job: Job, me: ThreadWorker) -> Any:
-    """There is nothing else to sum; a round names one of two modules."""
+    """Train without other gradients to sum; a round names one of two modules."""
     first, second = nn.Embedding(WORDS, 1, sparse=True), nn.Embedding(WORDS, 1, sparse=True)
     for table in (first, second):
         nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(3))
@@ -131,7 +131,7 @@ def test_sparse_gradients_are_the_same_on_any_workers(script: Script) -> None:
 def test_sparse_gradients_go_where_all_exchanges_keep_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As with NCCL, whose messages have no tags."""
+    """NCCL needs this order, because its messages have no tags."""
     (expected,) = results(by_sgd, 1)
     monkeypatch.setattr(MortalTransport, "ordered", True)
     assert results(by_sgd, 3) == [expected] * 3
@@ -408,7 +408,7 @@ def test_a_late_worker_receives_rows_too() -> None:
 
 
 def tied(job: Job, me: ThreadWorker) -> Any:
-    """A dense use beside the sparse one makes the gradient dense, as in PyTorch."""
+    """Use a table densely as well, which makes the gradient dense, as in PyTorch."""
     embedding = nn.Embedding(WORDS, WIDTH, sparse=True)
     nn.init.normal_(embedding.weight, generator=torch.Generator().manual_seed(3))
     optimizer = torch.optim.SGD(embedding.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""Whoever waits finds the late member, though only the next one on the way of rows is known."""
+"""A waiting member finds the late one, though it only knows the next member on the way of rows."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class End:
 
 
 def spread_rows(layouts: list[Layout], late: int) -> list[int]:
-    """Return by rank for which rank each member waits in the end."""
+    """Return for each rank the rank that it waits for in the end."""
     done = [0 if layout.rank != late else -1 for layout in layouts]  # turns
     moved = True
     while moved:

@@ -69,7 +69,7 @@ def summed(
     turned: int = 0,
     flat: bool = False,
 ) -> tuple[list[RowsSum], list[OpenConnections]]:
-    """Have members sum the rows of all tasks."""
+    """Sum the rows of all tasks in all members."""
     sums = []
     for layout in layouts:
         tables = tables_of(layout, leaves, order or range(len(leaves)))
@@ -84,7 +84,7 @@ def summed(
 
 
 def define_sum(layouts: Sequence[Layout], leaves: Sequence[Leaf], dropped: int = -1) -> Leaf:
-    """Return the sum by definition: that of the members' partial sums, along the tree."""
+    """Return the sum by definition: the sum of the members' partial sums, along the tree."""
     found = []
     for index in range(len(leaves[0])):
         parts = {}
@@ -135,7 +135,7 @@ def test_the_sum_is_the_one_along_the_tree_whoever_hosts_what(
 
 @pytest.mark.parametrize("is_used", [True, False])
 def test_a_negative_zero_stays_one_only_beside_a_sum_without_any_rows(is_used: bool) -> None:
-    """Also where the other sum has rows, but none within the part that a member adds up."""
+    """The other sum may also have rows, but none within the part that a member adds up."""
     count = int(is_used)
     few = Rows(places=torch.arange(count), values=torch.ones(count, 1))
     many = Rows(places=torch.arange(10, 60), values=torch.full((50, 1), -0.0))
@@ -291,7 +291,7 @@ def test_rows_of_one_task_alone_are_sent_little_more_than_once() -> None:
 
 
 def test_low_row_numbers_burden_no_member_more_than_the_others() -> None:
-    """All tasks use the first rows of a table, and each uses some others as well."""
+    """All tasks use the first rows of a table, and each uses some other rows as well."""
     size = 8
     dice = torch.Generator().manual_seed(1)
     leaves = []

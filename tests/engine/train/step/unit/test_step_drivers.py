@@ -70,7 +70,7 @@ class Link:
 
 
 class Group:
-    """A view's group, with some ranks out of reach."""
+    """Is a view's group, with some ranks out of reach."""
 
     def __init__(self, *lost: int) -> None:
         self.aborted = 0

@@ -34,7 +34,7 @@ def ask(path: Path, value: str | None = None) -> list[str]:
 
 
 def replace(path: Path, value: str) -> None:
-    """Write a file beside this one, and put it in its place."""
+    """Write a file next to this one, and put it in its place."""
     new = path.with_suffix(".new")
     new.write_text(value)
     new.replace(path)
@@ -157,7 +157,7 @@ def test_the_number_of_files_and_of_messages_is_bounded(kit: Kit, tmp_path: Path
 
 @pytest.mark.slow
 def test_two_workers_that_share_a_file_are_told(tmp_path: Path) -> None:
-    """The same gradients everywhere, so that nothing else can notice it."""
+    """The same gradients everywhere, so that no other check can notice it."""
     shared = tmp_path / "kept.txt"
 
     def script(job: Job, me: ThreadWorker) -> None:

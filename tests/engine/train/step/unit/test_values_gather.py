@@ -35,7 +35,7 @@ def gathers(
 
 
 def messages_of_values(transports: Sequence[OpenConnections], layout: Layout) -> list[int]:
-    """Return by rank the number of messages sent besides the rows, two in each turn."""
+    """Return the number of messages sent besides the rows, by rank, two in each turn."""
     return [len(each.sent) - 2 * len(layout.turns) for each in transports]
 
 
