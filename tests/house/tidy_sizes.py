@@ -1,6 +1,6 @@
 """How large a function, a file, a constructor or a class may be.
 
-A part of tidy.py. A limit is an alarm: what comes near it is several concepts in one.
+A part of tidy.py. A limit is an alarm: code near it mixes several concepts.
 """
 
 from __future__ import annotations

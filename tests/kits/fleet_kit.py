@@ -99,7 +99,7 @@ def draw_faults(rng: random.Random) -> Faults:
     if rng.random() < 0.4:  # the usual cluster of one job has a fixed size
         found.spare_hosts = found.bad_hosts = 0
     if found.disown_every_s:
-        found.copies = 0.0  # nothing can be done about a copy that its manager denies
+        found.copies = 0.0  # a copy that its manager denies is out of reach
     return found
 
 
@@ -284,7 +284,7 @@ class FleetWorld:
             self._accept(id_, "", avoid).listed = Holding.WAITING
         elif not known and not free:
             problem = "there is no room"
-            refused = self._accept(id_, "", avoid)  # Slurm lists such a job as one that has ended
+            refused = self._accept(id_, "", avoid)  # Slurm lists such a job as an ended job
             refused.listed, refused.alive = Holding.ENDED, False
         elif not known:
             for host in self.rng.sample(free, 2 if self._doubles() and len(free) > 1 else 1):

@@ -96,7 +96,7 @@ def topology(hosts: Sequence[str]) -> str:
 class SlurmCluster:
     """Starts a cluster of `hosts` hosts for the length of a with statement.
 
-    The environment variable SLURM_CONF names it meanwhile. `allocation`: the id of a job whose
+    The environment variable SLURM_CONF names it in that time. `allocation`: the id of a job whose
     hosts the adapters made by `manager` use first. `memory_mb`: of each host; control groups hold
     steps to what their jobs ask for. `more`: further lines of the configuration.
     """
@@ -261,7 +261,7 @@ class SlurmCluster:
     def resume_blamed(self) -> None:
         """Resume the hosts that Slurm has drained for steps whose end it has missed.
 
-        It misses ends while slurmctld is away; an operator finds nothing wrong with these hosts.
+        It misses ends while slurmctld is away. An operator finds no fault in these hosts.
         """
         for line in self.slurm("sinfo", "--noheader", "--Node", "--format=%N %E").splitlines():
             host, _, reason = line.partition(" ")

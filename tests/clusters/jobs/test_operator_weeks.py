@@ -36,8 +36,8 @@ from labs.slurm_cluster import SlurmCluster, our_processes
 from labs.slurm_run import SlurmRun
 from labs.yarn_lab import YarnLab
 
-# Steps, and the seconds that each takes until the acts are over: 20 minutes. Afterwards the job
-# goes on as fast as it can.
+# The number of steps, and the seconds that each takes until the acts are over: 20 minutes. After
+# that the job runs as fast as it can.
 STEPS = ("1500", "0.8")
 HOSTS, NODES, ACTS = 4, 3, 8
 END_S = 900.0  # the steps that are left, on a busy machine
@@ -57,7 +57,7 @@ class Watched(Protocol):
 
 
 def find_serving(run: Watched, observe: Callable[[], Sequence[Placement]]) -> dict[str, str]:
-    """Return the hosts of the nodes that train; empty while somebody does not answer."""
+    """Return the hosts of the nodes that train; empty while the job or manager does not answer."""
     try:
         names = serving_nodes(run.status())
         held = [p for p in observe() if p.holding is Holding.RUNNING]

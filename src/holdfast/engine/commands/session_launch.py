@@ -26,7 +26,14 @@ SCRIPT_FILE = "session.py"  # its name in the run directory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """Is a job that `launch` has run. `code`: its exit status, 0 if it has succeeded."""
+    """Is a job that `launch` has run. `code`: its exit status, 0. `run_dir`: its run directory.
+
+    def train():
+        print(holdfast.join().worker)
+
+    done = holdfast.launch(train, nproc=1)
+    print((done.run_dir / "events.jsonl").read_text())
+    """
 
     run_dir: Path
     code: int
@@ -42,6 +49,11 @@ def launch(
     well. `options`: those of `holdfast run`: nproc=2, store="checkpoints", no_fork=True.
     The job's output is printed here. An interrupt ends the job, and so does the end of this
     process. Raises UserError for what cannot reach the workers, and if the job fails.
+
+        def train(text):
+            print(text, holdfast.join().worker)
+
+        done = holdfast.launch(train, {"text": "I am worker"}, nproc=2)
     """
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir(Path(options.pop("run_dir", Path("holdfast-runs") / name)))

@@ -19,7 +19,7 @@ from holdfast.lab.sim.arithmetic import apply
 from holdfast.lab.sim.arithmetic import task as right
 from holdfast.lab.sim.endings import SCRIPT_FAILED
 from holdfast.lab.sim.exchanges import Exchanges, ExchangeWorld
-from holdfast.lab.sim.seams import Actor, ScriptState
+from holdfast.lab.sim.seams import Actor, ScriptWork
 from holdfast.lab.sim.simulated_mover import SimulatedMover
 from holdfast.lab.sim.wrong_bits import Violation
 
@@ -47,7 +47,7 @@ class SimulatedScript:
     """Does one thing after the other, as the machine orders; `work` has its results."""
 
     def __init__(self, process: ScriptProcess, world: ExchangeWorld) -> None:
-        self.work = ScriptState()
+        self.work = ScriptWork()
         self._process = process
         self._world = world
         self._orders: deque[ef.ScriptEffect] = deque()

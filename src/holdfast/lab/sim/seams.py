@@ -108,7 +108,7 @@ class AllNodes(Protocol):
 
 
 @dataclass(slots=True)
-class ScriptState:
+class ScriptWork:
     """Keeps the state that a script holds, and the results of its step."""
 
     #: None while it is written.
@@ -191,7 +191,7 @@ class Actor(Protocol):
     def agent(self) -> AgentId: ...
 
     @property
-    def work(self) -> ScriptState: ...
+    def work(self) -> ScriptWork: ...
 
     @property
     def script(self) -> ScriptAtWork: ...

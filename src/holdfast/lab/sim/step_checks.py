@@ -20,7 +20,7 @@ from holdfast.lab.sim.endings import Endings
 from holdfast.lab.sim.membership_checks import Parts as TruthParts
 from holdfast.lab.sim.membership_checks import Processes, ViewChecks
 from holdfast.lab.sim.run_options import Options
-from holdfast.lab.sim.seams import Actor, ScriptAtWork, ScriptState
+from holdfast.lab.sim.seams import Actor, ScriptAtWork, ScriptWork
 from holdfast.lab.sim.wrong_bits import Violation
 
 #: Most commits before a view's end reaches the coordinator, and its reaction the view.
@@ -232,7 +232,7 @@ def check_script(process: Actor, status: WorkerStatus) -> None:
         raise Violation(f"worker {process.key} is said to be {status.phase.value}, but {wrong}")
 
 
-def _disagreement(work: ScriptState, script: ScriptAtWork, status: WorkerStatus) -> str:
+def _disagreement(work: ScriptWork, script: ScriptAtWork, status: WorkerStatus) -> str:
     step, phase = status.committed, status.phase
     open_now, done = work.open_step == step, set(status.hosted) <= set(work.tokens)
     if status.has_state and not step - 1 <= work.step <= step:

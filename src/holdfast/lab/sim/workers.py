@@ -23,7 +23,7 @@ from holdfast.lab.sim.exchanges import Exchanges, ExchangeWorld
 from holdfast.lab.sim.feeds import Feeds, FeedWorld
 from holdfast.lab.sim.groups import Group, What
 from holdfast.lab.sim.scripts import SimulatedScript
-from holdfast.lab.sim.seams import Ailments, ProcessNode, ProcessWatch, ScriptState, Tie
+from holdfast.lab.sim.seams import Ailments, ProcessNode, ProcessWatch, ScriptWork, Tie
 from holdfast.lab.sim.simulated_mover import MESSAGES, SimulatedMover, StateOrder, StateWorld
 from holdfast.lab.sim.spread import Running, Spread, SpreadWorld
 from holdfast.lab.sim.step_checks import check_script
@@ -123,7 +123,7 @@ class Process(Running):
         return WorkerId(self.key[0])
 
     @property
-    def work(self) -> ScriptState:
+    def work(self) -> ScriptWork:
         """Return the state that its script holds."""
         return self.script.work
 

@@ -16,7 +16,7 @@ from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import assert_never, require
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership.departure import Departure, MoveOrders, OwnJob
-from holdfast.engine.core.membership.lease import Contact
+from holdfast.engine.core.membership.lease import CoordinatorContact
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.engine.core.membership.node_process import (
     NodeProcess,
@@ -280,7 +280,7 @@ class AgentMachine:
         self._processes: dict[WorkerId, NodeProcess] = {}
         self._directive: Directive | None = None
         self._seq = 0
-        self._contact = Contact(policy.lease)
+        self._contact = CoordinatorContact(policy.lease)
         self._fence_at = float("inf")
         self._next_report = float("-inf")
 

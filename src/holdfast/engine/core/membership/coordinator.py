@@ -2,8 +2,8 @@
 
 It does not know sockets, processes, files or clocks. It goes round one loop (decision_loop.py):
 
-- **facts**: an event only updates facts. Reports change the roster; orders of people change what
-  is known of the job (job_state.py).
+- **facts**: an event only updates facts. Reports change the roster; orders of people change the
+  state of the job (job_state.py).
 - **plan**: each decision is a function of facts (decisions.py), and returns changes. So a lost,
   late or repeated report can delay a decision but never change it.
 - **apply**: changes are carried out in one place, before the next decision is made; then the record
@@ -220,7 +220,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return lines
 
     def _has_learnt(self, now: float) -> bool:
-        """Return whether nothing of a lost record can come from the agents any more."""
+        """Return whether the agents have no part of a lost record left to send."""
         until = self._learn_until
         if until is not None and formation.has_learnt(self._facts(now), until):
             # Until now no worker could be ordered to continue.

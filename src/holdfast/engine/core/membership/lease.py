@@ -47,7 +47,7 @@ def fence_time(
     return min(alone, max(heard_at, witness_at) + policy.fence_s)
 
 
-class Contact:
+class CoordinatorContact:
     """Keeps what the answers of the coordinator prove to one node, by the node's clock."""
 
     def __init__(self, policy: LeasePolicy) -> None:
@@ -82,5 +82,5 @@ class Contact:
         return acting_deadline(self.answered_at, proved_at, self._policy)
 
     def check(self) -> None:
-        """Assert that only so many reports are remembered."""
+        """Assert that at most `UNANSWERED_MAX` reports are remembered."""
         require(len(self._sent_at) <= UNANSWERED_MAX, "reports without an answer pile up")

@@ -43,7 +43,7 @@ class _Sent:
 
 
 class Outbox:
-    """Makes directives: the part for all agents, and each node's processes."""
+    """Makes directives from the part for all agents and the processes of each node."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
