@@ -141,4 +141,4 @@ def test_an_example_runs(script: str, tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "tokens.bin").write_bytes(bytes(1000))
     assert run_data_command(["index", "tokens.bin"]) == 0
     (tmp_path / "example.py").write_text(BEGIN + script)
-    runpy.run_path("example.py")
+    runpy.run_path("example.py", run_name="__main__")
