@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.engine.records.goodput import share_times
-from holdfast.engine.records.incidents import list_incidents
+from holdfast.engine.records.incidents import add_utc, list_incidents
 from holdfast.engine.records.run_tail import RunTail
 from holdfast.engine.records.time_lines import ProcessTimes, SpentLine, TimeUse
 
@@ -87,7 +87,7 @@ def test_incidents_and_goodput_of_a_long_log_are_those_of_all_its_events(
         assert [each["id"] for each in tail.look()] == [e["id"] for e in run.events[written:]]
     incidents = list_incidents(run.events)
     assert [each.to_dict() for each in list_incidents(tail.events)] == [
-        {**each.to_dict(), "events": tuple(_as_read(each.events))} for each in incidents
+        {**each.to_dict(), "events": [*map(add_utc, _as_read(each.events))]} for each in incidents
     ]
     full, kept = (share_times(run.processes(), each) for each in (run.events, tail.events))
     assert full is not None
