@@ -45,7 +45,6 @@ from holdfast.engine.core.membership.job_changes import (
     InstallView,
     MarkJudged,
     MarkTold,
-    Plan,
     PlanChange,
     ReleaseLoop,
     Remember,
@@ -62,7 +61,7 @@ from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.types import RELEASE_ALL, AgentId, ViewNumber
 from holdfast.engine.core.views import View
 
-Decision = Callable[[Facts, JobState], Plan]
+Decision = Callable[[Facts, JobState], Sequence[CoordinatorChange]]
 
 
 class CoordinatorMachine(DecisionLoop[CoordinatorChange]):

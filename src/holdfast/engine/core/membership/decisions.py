@@ -7,7 +7,11 @@ the machine to carry out before the next function is called. The machine has the
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from holdfast.engine.core.membership import admission, formation, job_end, restart, view_end
+from holdfast.engine.core.membership.admission import Attendance
+from holdfast.engine.core.membership.changes import Change
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.followers import find_strays
@@ -29,6 +33,13 @@ from holdfast.engine.core.types import RELEASE_ALL, ViewNumber
 from holdfast.engine.core.worker_status import Stage
 
 # ---------------------------------------------------------------- nodes, workers, servers
+
+
+class AttendedJob(Protocol):
+    """Is what a coordinator, of workers or of groups, knows of its job."""
+
+    @property
+    def attendance(self) -> Attendance: ...
 
 
 def decide_on_news(facts: Facts, job: JobState) -> Plan:
@@ -64,13 +75,13 @@ def decide_admission(facts: Facts, job: JobState) -> Plan:
     return [*plan, Remember(attendance), *lines]
 
 
-def decide_silence(facts: Facts, job: JobState) -> Plan:
+def decide_silence(facts: Facts, job: AttendedJob) -> list[Remember | Announce]:
     """Log nodes that fall silent, or report again."""
     attendance, lines = job.attendance.tell_silent(facts)
     return [Remember(attendance), *lines]
 
 
-def decide_drains(facts: Facts, job: JobState) -> Plan:
+def decide_drains(facts: Facts, job: AttendedJob) -> list[Change | Remember]:
     """Leave nodes that are drained, or fail their checks."""
     not_drained, plan = admission.drain(facts)
     attendance, lines = job.attendance.tell_not_drained(not_drained)

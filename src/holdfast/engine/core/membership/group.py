@@ -30,6 +30,7 @@ from holdfast.engine.core.membership.coordinator_events import (
     StopRequested,
 )
 from holdfast.engine.core.membership.decision_loop import SKIPPED, DecisionLoop
+from holdfast.engine.core.membership.decisions import decide_drains, decide_silence
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.group_decisions import GroupState, Plan, restore_slots
 from holdfast.engine.core.membership.group_faults import Trials
@@ -180,8 +181,8 @@ class GroupMachine(DecisionLoop[GroupChange]):
         lines: list[CoordinatorEffect] = []
         for decide in (
             decisions.decide_admission,
-            decisions.decide_silence,
-            decisions.decide_drains,
+            decide_silence,
+            decide_drains,
             decisions.decide_supervision,
             decisions.decide_dismissals,
             self._decide_group,

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.engine.core.membership.admission import Attendance, drain
+from holdfast.engine.core.membership.admission import Attendance
 from holdfast.engine.core.membership.changes import (
     AddSlot,
     Change,
@@ -181,19 +181,6 @@ def form_view(
 
 
 # ---------------------------------------------------------------- decisions
-
-
-def decide_silence(facts: Facts, group: GroupState) -> Plan:
-    """Log nodes that fall silent, or report again."""
-    attendance, lines = group.attendance.tell_silent(facts)
-    return [Remember(attendance), *lines]
-
-
-def decide_drains(facts: Facts, group: GroupState) -> Plan:
-    """Leave nodes that are drained, or fail their checks."""
-    not_drained, plan = drain(facts)
-    attendance, lines = group.attendance.tell_not_drained(not_drained)
-    return [*plan, Remember(attendance), *lines]
 
 
 def decide_admission(facts: Facts, group: GroupState) -> Plan:
