@@ -17,10 +17,10 @@ from typing import Any, get_args
 
 from holdfast.engine.core import tree
 from holdfast.engine.core.directives import WorkerDirective
-from holdfast.engine.core.errors import Transitions
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.events import SourceKind
+from holdfast.engine.core.ground.transitions import Transitions
 from holdfast.engine.core.ground.vote import Vote
 from holdfast.engine.core.membership import agent, coordinator_events
 from holdfast.engine.core.replica.replica import SYNC_MOVES, SyncStage

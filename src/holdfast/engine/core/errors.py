@@ -15,13 +15,15 @@ HoldfastError
 |   |-- Refused         a service is there and declines a request
 |   `-- Deposed         this coordinator's term is over: another may lead
 `-- InvariantError      our own bug: carries the expected and the actual value
+
+It also names this release, and words the refusal of files that a newer release has written. The
+magic word of a file is its name and one digit, its format. Whatever else a newer release changes,
+its files keep the magic word's name and the digest of this release.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator, Mapping
-from typing import Generic, NoReturn, TypeVar
+from typing import NoReturn
 
 
 class HoldfastError(Exception):
@@ -122,10 +124,7 @@ RELEASE = "0.2.0"  # the only place: pyproject.toml reads it from here
 
 
 def newer_format(data: bytes, magic: bytes) -> str:
-    """Return the end of a sentence on a newer format's file, by its magic word; else empty.
-
-    A magic word is a file's name and one digit, its format.
-    """
+    """Return the end of a sentence on a newer format's file, by its magic word; else empty."""
     name, known, found = magic[:-1], magic[-1:], data[len(magic) - 1 : len(magic)]
     if data[: len(name)] != name or not found.isdigit() or int(found) <= int(known):
         return ""
@@ -137,32 +136,3 @@ def describe_newer_writer(found: int, known: int) -> str:
     return (
         f"was written by a newer Holdfast (format {found}); this one reads format {known}: upgrade"
     )
-
-
-# ---------------------------------------------------------------- moves of machines
-
-P = TypeVar("P", bound=enum.Enum)
-
-
-class Transitions(Generic[P]):
-    """The legal moves between phases; `moves` maps each phase to the phases that may follow.
-
-    `always`: the phase that may follow every phase, itself included.
-    """
-
-    def __init__(self, moves: Mapping[P, tuple[P, ...]], *, always: P) -> None:
-        self._moves = moves
-        self.always = always
-
-    def check(self, old: P, new: P) -> P:
-        """Return `new` if it may follow `old`. InvariantError otherwise."""
-        name = type(old).__name__
-        legal = new is self.always or new in self._moves[old]
-        require(legal, f"{name} must not go from {old.value} to {new.value}")
-        return new
-
-    def pairs(self) -> Iterator[tuple[P, P]]:
-        """Give the moves of the table in its order, without those to the phase `always`."""
-        for old, after in self._moves.items():
-            for new in after:
-                yield old, new

@@ -167,10 +167,7 @@ class Endings:
         """Check that a job which is stopped in good health has saved its newest state, and soon."""
         truth, options = self._truth, self._options
         step, processes = self.stop_at or 0, truth.processes.started.values()
-        ill = any(
-            p.health.ailing or p.stopped or p.silent or p.paused or p.health.stuck
-            for p in processes
-        )
+        ill = any(map(_is_ill, processes))
         at_end = step >= options.steps - 1 or step in (end - 1 for end in options.loops)
         # A worker that commits by a view and not by its votes does not know that a save was agreed
         # on.
@@ -314,12 +311,9 @@ class PlannedLeaves:
         )
 
 
+def _is_ill(process: Actor) -> bool:
+    return not process.is_running or process.health.ailing or process.health.stuck
+
+
 def _is_sound(process: Actor) -> bool:
-    ill = (
-        process.health.ailing
-        or process.stopped
-        or process.silent
-        or process.paused
-        or process.health.stuck
-    )
-    return not ill and process.spread.is_whole and not is_out_of_time(process)
+    return not _is_ill(process) and process.spread.is_whole and not is_out_of_time(process)

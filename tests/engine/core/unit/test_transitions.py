@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.core.errors import InvariantError, Transitions
+from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.ground.transitions import Transitions
 from holdfast.engine.core.replica.replica import SYNC_MOVES, SyncStage
 from holdfast.engine.core.step.activities import ACTIVITY_MOVES, Activity
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import enum
 
-from holdfast.engine.core.errors import Transitions, require
+from holdfast.engine.core.errors import require
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.events import FIRST, SourceKind
 from holdfast.engine.core.ground.standing import Standing
+from holdfast.engine.core.ground.transitions import Transitions
 from holdfast.engine.core.replica.copies import Copies
 from holdfast.engine.core.replica.feeding import Following
 from holdfast.engine.core.views import View

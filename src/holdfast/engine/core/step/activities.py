@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from holdfast.engine.core.errors import Transitions
+from holdfast.engine.core.ground.transitions import Transitions
 
 
 class Activity(enum.Enum):
