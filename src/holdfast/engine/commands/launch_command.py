@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import socket
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,7 +22,7 @@ from holdfast.engine.net.standard_streams import print_line, print_plain
 from holdfast.engine.net.tcp import check_endpoint
 from holdfast.engine.net.tls import peer_tls_of
 from holdfast.engine.plugins import find_launcher, find_manager, list_launchers, load
-from holdfast.engine.runtime.rundir import RUNS, RunDir
+from holdfast.engine.runtime.rundir import RunDir, choose_run_path
 
 HERE = "127.0.0.1"  # the host that `holdfast resume` gives unless --host names another one
 WAIT = "--wait-for-nodes"
@@ -161,8 +159,7 @@ def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[st
 def run_dir_of(options: argparse.Namespace) -> Path:
     """Return the path of the run directory, and set the option where it was not given."""
     if options.run_dir is None:
-        name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-        options.run_dir = RUNS / name
+        options.run_dir = choose_run_path()
     return Path(options.run_dir).absolute()
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import secrets
 import sys
-import time
 from pathlib import Path
 
 from holdfast.engine.commands.job_options import (
@@ -53,7 +52,7 @@ from holdfast.engine.runtime.launcher import (
     launch_job,
 )
 from holdfast.engine.runtime.leadership.election import parse_election
-from holdfast.engine.runtime.rundir import RUNS, RunDir
+from holdfast.engine.runtime.rundir import RunDir, choose_run_path
 from holdfast.engine.runtime.user_script import MODULE_MARK, is_present, name_of_module
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import absolute_store, check_writable, open_storage
@@ -150,8 +149,7 @@ def main(argv: list[str]) -> int:
         write_new(options.write_config, write_config(make_job(options)))
         return 0
     spec = make_spec(options)
-    name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-    run_dir = RunDir(options.run_dir or RUNS / name)
+    run_dir = RunDir(options.run_dir or choose_run_path())
     peer_tls_of(options.tls)  # raises UserError for a bad one
     beside = [find_listener(name).listen(run_dir, options.tls) for name in options.listeners]
     checks = parse_all_checks(options.check, options.check_limit_s)

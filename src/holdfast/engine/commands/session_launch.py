@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +18,22 @@ from typing import Any
 from holdfast.engine.commands.session_script import write_script
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.host import lifetime
-from holdfast.engine.runtime.rundir import RunDir, make_unwritable_error
+from holdfast.engine.runtime.rundir import RunDir, choose_run_path, make_unwritable_error
 
 SCRIPT_FILE = "session.py"  # its name in the run directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """Is a job that `launch` has run. `code`: its exit status, 0. `run_dir`: its run directory.
+    """Is a job that `launch` has run.
 
-    def train():
-        print(holdfast.join().worker)
+    `code`: its exit status, 0. `run_dir`: its run directory, with its events and logs.
 
-    done = holdfast.launch(train, nproc=1)
-    print((done.run_dir / "events.jsonl").read_text())
+        def train():
+            print(holdfast.join().worker)
+
+        done = holdfast.launch(train, nproc=1)
+        print(done.run_dir, done.code)
     """
 
     run_dir: Path
@@ -55,8 +56,7 @@ def launch(
 
         done = holdfast.launch(train, {"text": "I am worker"}, nproc=2)
     """
-    name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-    run_dir = RunDir(Path(options.pop("run_dir", Path("holdfast-runs") / name)))
+    run_dir = RunDir(Path(options.pop("run_dir", choose_run_path())))
     script = run_dir.path / SCRIPT_FILE
     text = write_script(function, arguments or {})
     if run_dir.job.exists():

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ from holdfast.engine.wire.job_document import COORDINATOR_FILE, JOB_FILE, decode
 RUNS = Path("holdfast-runs")  # runs are kept here, where no other place is given
 STACKS_DIR = "stacks"  # workers write there where their threads are
 BUNDLES_DIR = "post-mortem"  # a file for each incident
+
+
+def choose_run_path() -> Path:
+    """Return a path for a new run that was given none: by the time, and by this process."""
+    return RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 @dataclass(frozen=True, slots=True)
