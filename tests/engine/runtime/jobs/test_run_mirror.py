@@ -184,8 +184,10 @@ def test_the_dashboard_shows_a_run_by_its_address(start: Start, tmp_path: Path) 
                 assert found["files"] == {"problem": ""}
                 told = [e["text"] for e in found["events"]["items"] if e["kind"] == "view"]
                 assert told == [e["text"] for e in run.events("view")]
+                # This script prints nothing, and a worker's log begins with its first line.
+                (run.run_dir.logs / "worker-0-1.log").write_text("a line\n")
                 with opener.open(f"{base}/api/log?worker=0", timeout=LIMIT_S) as answer:
-                    assert json.load(answer)["name"] == "worker-0-1.log"
+                    assert json.load(answer) == {"name": "worker-0-1.log", "lines": ["a line"]}
                 go.touch()
                 finish(run)
                 while state()["link"]["state"] == "live":
