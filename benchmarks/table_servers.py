@@ -19,15 +19,16 @@ from pathlib import Path
 
 import torch
 
-from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.core.table_places import ServerLayout
+from holdfast.engine.core.hosted_service import ServerLayout
+from holdfast.engine.core.job_spec import JobSpec, ServerSettings
 from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.runtime.node import service_process
 from holdfast.engine.runtime.rundir import RunDir
-from holdfast.engine.train.script.row_updates import HeirWatch, ServerAccess
+from holdfast.engine.train.script.service_link import ServiceLink
 from holdfast.tables import RowWiseAdagrad
 from holdfast.tables.row_client import RowClient
 from holdfast.tables.row_optimizers import TableOptimizer
+from holdfast.tables.server_access import ServerAccess
 from holdfast.tables.server_rows import RowUpdate
 from holdfast.tables.server_wire import TableGroup, describe_rule
 from holdfast.tables.table_shape import TableShape
@@ -72,19 +73,18 @@ class Cluster:
             for i in range(TABLES)
         ]
         group = TableGroup(name="all", tables=tuple(shapes), rule=name, settings=settings)
-        layout = ServerLayout(count=servers, goal=servers)
-        access = ServerAccess(
-            replicas=replicas,
-            staleness=0,
+        link = ServiceLink(
+            settings=ServerSettings(count=servers, replicas=replicas),
             identity=PeerIdentity(key=KEY),
+            layout=ServerLayout(count=servers, goal=servers),
             find_address=lambda number: self.servers[number].address,
             find_heir=lambda _: "",
-            heirs=HeirWatch(layout, replicas, lambda *_: None),
             find_part=lambda: (0, 1),
+            report=lambda *_: None,
             lose=sys.exit,
-            tell=print,
+            note=print,
         )
-        self.client = RowClient(group, access)
+        self.client = RowClient(group, ServerAccess(link))
 
     def strike(self, number: int, how: signal.Signals) -> None:
         self.servers[number].process.send_signal(how)

@@ -16,6 +16,7 @@ import tidy_layers
 import tidy_prose
 
 CORE = "src/holdfast/engine/core/x.py"
+TABLES_CORE = "src/holdfast/tables/core/x.py"
 RUNTIME = "src/holdfast/engine/runtime/x.py"
 SIM = "src/holdfast/lab/sim/x.py"
 TRAIN = "src/holdfast/engine/train/x.py"
@@ -49,6 +50,9 @@ BAD = [
     ("layers", CLI, "from holdfast.lab.contracts import faults"),
     ("layers", "src/holdfast/lab/contracts/x.py", "from holdfast.clusters.ray import link"),
     ("layers", "src/holdfast/tables/x.py", "from holdfast.reports import charts"),
+    ("layers", TABLES_CORE, "from holdfast.tables import serving"),
+    ("layers", TABLES_CORE, "from holdfast.engine.wire import codec"),
+    ("layers", SIM, "from holdfast.tables import serving"),
     ("layers", "src/holdfast/engine/runtime/x.py", "from holdfast.tables import serving"),
     ("layers", "src/holdfast/engine/state/memory/x.py", "import holdfast.engine.state.store.open"),
     ("layers", "src/holdfast/unheard_of/x.py", "from holdfast.engine.core import types"),
@@ -62,6 +66,7 @@ BAD = [
     ("torch-only-in-train", RUNTIME, "import torch.distributed as dist"),
     ("torch-only-in-train", CLI, "def f():\n    from torch import nn"),
     ("pure-core", CORE, "import time"),
+    ("pure-core", TABLES_CORE, "import torch"),
     ("pure-core", CORE, "from os import urandom"),
     ("pure-core", CORE, "import numpy as np"),
     ("pure-core", CORE, "x = hash('a')"),

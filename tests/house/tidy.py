@@ -108,7 +108,7 @@ def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:
 
 
 def in_core(modules: list[Module]) -> Iterator[Module]:
-    return (m for m in modules if tidy_layers.find_room(m.name) == tidy_layers.CORE)
+    return (m for m in modules if tidy_layers.find_room(m.name) in tidy_layers.PURE)
 
 
 # ---------------------------------------------------------------- layers and imports

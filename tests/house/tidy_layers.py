@@ -23,8 +23,11 @@ PRODUCTS = ("tables", "clusters", "trainers", "reports", "plan", "doctor", "lab"
 ROOTS = ("", "__main__", "old_paths", "cli")
 # They import `holdfast`, as users do.
 PUBLIC_API_USERS = ("cli", "doctor", "lab", "trainers")
-# The simulator drives the pure core, and nothing else.
-SIMULATOR, CORE = "lab.sim", "engine.core"
+# The decisions of the engine, and of tables, as functions of events alone.
+CORE, TABLES_CORE = "engine.core", "tables.core"
+PURE = (CORE, TABLES_CORE)
+# The simulator drives the pure parts, and nothing else.
+SIMULATOR = "lab.sim"
 # They predict with the simulator, which is the shipped machines.
 SIMULATOR_USERS = ("plan",)
 
@@ -44,7 +47,8 @@ def find_room(name: str) -> str:
     """Return the room of a module or name of holdfast, such as engine.core or clusters."""
     parts = name.split(".")[1:]
     if parts[:1] != [ENGINE]:
-        return ".".join(parts[:2]) if parts[:2] == ["lab", "sim"] else "".join(parts[:1])
+        inner = ".".join(parts[:2])
+        return inner if inner in (SIMULATOR, TABLES_CORE) else "".join(parts[:1])
     inside = [".".join(parts[1:3]), "".join(parts[1:2])]
     known = {room for layer in LAYERS for room in layer}
     return ".".join([ENGINE, *[room for room in inside if room in known and room][:1]])
@@ -58,7 +62,10 @@ def import_refused(importer: str, imported: str) -> str | None:
     """Why a module in one room of holdfast may not import from another, or None."""
     above, below = importer.partition(".")[0], imported.partition(".")[0]
     if importer == SIMULATOR:
-        free = below == "lab" or imported in (CORE, ENGINE)
+        free = below == "lab" or imported in (*PURE, ENGINE)
+        return None if free else f"{importer} must import {' and '.join(PURE)} only"
+    if importer == TABLES_CORE:
+        free = imported in (*PURE, ENGINE)
         return None if free else f"{importer} must import {CORE} only"
     if importer == imported or above in ("", "__main__"):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-CORE = "src/holdfast/engine/core/"
+CORES = ("src/holdfast/engine/core/", "src/holdfast/tables/core/")
 MEMORY = "src/holdfast/engine/state/memory/"
 DRIVERS = (
     "src/holdfast/engine/train/step/driver.py",
@@ -58,7 +58,7 @@ DRIVER_TESTS = (
 
 def paths(root: Path) -> list[str]:
     """Return the files in which bugs are planted."""
-    every = [path for part in (CORE, MEMORY) for path in sorted((root / part).rglob("*.py"))]
+    every = [path for part in (*CORES, MEMORY) for path in sorted((root / part).rglob("*.py"))]
     return [
         *(str(path.relative_to(root)) for path in every),
         *(name for name in DRIVERS if (root / name).exists()),

@@ -1,4 +1,4 @@
-"""Brings a manager of nodes on this desk, a listener that counts events, and a command."""
+"""Brings a manager of nodes on this desk, a hosted service, a listener and a command."""
 
 from __future__ import annotations
 
@@ -16,5 +16,6 @@ PLUGIN = Plugin(
             text="processes of this machine, as an example of a plugin",
         )
     },
+    services={"weights": "holdfast_desk.weights"},
     listeners={"tally": "holdfast_desk.tally"},
 )

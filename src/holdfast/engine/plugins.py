@@ -59,7 +59,8 @@ class Plugin:
     """Describes the parts that a product brings, each by a key.
 
     `services`: modules of hosted services, which run in processes of their own on the job's nodes;
-    `listen(spec, identity, host, say)` starts one and returns its address. `listeners`: modules
+    `listen(spec, identity, host, say)` starts one and returns its address, and `connect` is called
+    in each worker (engine/train/script/service_link.py). `listeners`: modules
     whose `listen(run_dir, tls)` returns a process (Kept) to run next to a job, whose files it
     reads; UserError if it cannot work here.
     """
@@ -97,10 +98,14 @@ def find_launcher(word: str) -> Manager:
     return _find("launcher", word, _launchers_of)
 
 
+def name_service(key: str) -> str:
+    """Return the name of a hosted service's module. UserError: there is none."""
+    return _find("hosted service", key, lambda plugin: plugin.services)
+
+
 def find_service(key: str) -> ModuleType:
     """Import the module of a hosted service. UserError: there is none, or it is broken."""
-    kind = "hosted service"
-    return load(kind, key, _find(kind, key, lambda plugin: plugin.services))
+    return load("hosted service", key, name_service(key))
 
 
 def find_listener(key: str) -> ModuleType:

@@ -48,7 +48,7 @@ __all__ = [
     "RowWiseAdagrad",
 ]
 
-PLUGIN = Plugin(services={"tables": "holdfast.tables.serving"})
+PLUGIN = Plugin(services={"tables": "holdfast.tables.service"})
 # Names that were here once.
 RECIPES = {"Downpour": "examples/recipes/downpour.py", "LBFGS": "examples/recipes/lbfgs.py"}
 _MODULES = {

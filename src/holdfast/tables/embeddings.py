@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.servers.placement import SHARDS
+from holdfast.engine.core.job_spec import TABLES
 from holdfast.engine.train.job import count_servers
 from holdfast.engine.train.script.optimizer_watch import check_lookup
 from holdfast.engine.train.step.table_parameters import AbsentWeight, collect_keys
+from holdfast.tables.core.placement import SHARDS
 from holdfast.tables.keyed_rows import KeyedTable, find_keys
 from holdfast.tables.row_optimizers import SGD, RowOptimizer, TableOptimizer
 from holdfast.tables.served_tables import (
@@ -101,7 +102,7 @@ class TableSpec:
             raise UserError(f"table {name}: its first values are from {low} to {high}: swap these")
         self.name, self.count, self.dim, self.limits = name, count or 0, dim, (low, high)
         self.rules = _check_rules(name, rules)
-        self.is_served = count_servers() > 0  # its rows are on the job's servers
+        self.is_served = count_servers(TABLES) > 0  # its rows are on the job's servers
         self.reads_half = False  # steps read its rows as float16
         self.keyed: KeyedTable | None = None  # its rows, if these are here and have keys
         self.optimizer: TableOptimizer | ServedOptimizer  # updates its rows

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.engine.core.errors import WireError
-from holdfast.engine.core.servers.placement import SHARDS
+from holdfast.tables.core.placement import SHARDS
 from holdfast.tables.row_memory import (
     FingerprintHistory,
     KeyIndex,

@@ -1,7 +1,7 @@
 """Reads and updates rows on servers, for one group of tables of a worker.
 
 The script's thread reads; another thread for each server sends it the updates. What else a server
-needs is decided in engine/core/servers/reading.py.
+needs is decided in core/reading.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import replace
 import torch
 
 from holdfast.engine.core.errors import UserError, WireError
-from holdfast.engine.core.servers.heirs import HolderAnswer
-from holdfast.engine.core.servers.holdings import WINDOW
-from holdfast.engine.core.servers.placement import SHARDS, choose_part, choose_savers
-from holdfast.engine.core.servers.reading import Give, OrderCopy, bring_up
-from holdfast.engine.train.script.row_updates import ServerAccess
 from holdfast.tables import server_wire as wire
+from holdfast.tables.core.heirs import HolderAnswer
+from holdfast.tables.core.holdings import WINDOW
+from holdfast.tables.core.placement import SHARDS, choose_part, choose_savers
+from holdfast.tables.core.reading import Give, OrderCopy, bring_up
 from holdfast.tables.row_reader import KeyRead, RowRead, RowReader
+from holdfast.tables.server_access import ServerAccess
 from holdfast.tables.server_connection import (
     HolderBook,
     KeptUpdates,
@@ -50,8 +50,8 @@ class RowClient:
     def __init__(self, group: wire.TableGroup, access: ServerAccess) -> None:
         self._group, self._access = group, access
         self.book = HolderBook(group.name, access)
-        self._kept = KeptUpdates(KEPT + access.staleness)
-        self.reader = RowReader(group, self.book, self._kept, access.lose)
+        self._kept = KeptUpdates(KEPT + access.link.settings.staleness)
+        self.reader = RowReader(group, self.book, self._kept, access.link.lose)
         self._queues: dict[int, queue.Queue[tuple[int, tuple[int, ...]]]] = {}
 
     def begin_from(self, version: int, step: int) -> None:
@@ -91,7 +91,7 @@ class RowClient:
     def push(self, number: int, update: RowUpdate) -> None:
         """Send update `number` to all servers of this worker's part of the shards, soon."""
         self._kept.keep(number, SentUpdate(self._group.tables, update))
-        part = self._access.find_part()
+        part = self._access.link.find_part()
         if part is None:
             return  # other workers send it, or a reader gives it
         for server in self.book.list_servers():
@@ -133,7 +133,7 @@ class RowClient:
         sources = self._compare_all(version)
         if not sources:
             text = f"rows of {self._group.name} are not saved at step {step}: no server has them"
-            self._access.tell(text)
+            self._access.link.note(text)
             return
         for share, (server, shards) in enumerate(choose_savers(parts, sources), first):
             request = wire.SaveShards(self._group.name, version, shards, step, token, share)
@@ -188,7 +188,7 @@ class RowClient:
                 self.book.record_silence(server)
                 if isinstance(error, UserError | ServerFull) and told != str(error):
                     told = str(error)
-                    self._access.tell(f"{self.book.name(server)} takes no updates: {told}")
+                    self._access.link.note(f"{self.book.name(server)} takes no updates: {told}")
 
     def _push_one(
         self, connection: ServerConnection, server: int, number: int, shards: tuple[int, ...]

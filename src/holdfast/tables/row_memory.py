@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.engine.core.servers.placement import SHARDS
+from holdfast.tables.core.placement import SHARDS
 from holdfast.tables.table_shape import hash_keys
 
 RESERVED_MIN = 1 << 20  # bytes; smaller arrays take their memory at once

@@ -1,7 +1,7 @@
 """Reads rows of one group of tables from servers, for one thread of a worker.
 
 Which servers to ask, which updates to give and whose answer to believe is decided in
-engine/core/servers/reading.py. When servers hold different rows, the referee finds the right ones:
+core/reading.py. When servers hold different rows, the referee finds the right ones:
 servers that agree about the rows before an update can disagree about those after it only if one of
 them has computed wrongly. So the worker gets the rows on which they agree, applies the updates
 itself, which it keeps, and believes the servers with the same result.
@@ -19,7 +19,9 @@ from typing import Any, TypeAlias
 import torch
 
 from holdfast.engine.core.errors import UserError, WireError, assert_never
-from holdfast.engine.core.servers.reading import (
+from holdfast.engine.net import peer_stream
+from holdfast.tables import server_wire as wire
+from holdfast.tables.core.reading import (
     Ask,
     FindRight,
     Give,
@@ -34,8 +36,6 @@ from holdfast.engine.core.servers.reading import (
     can_begin_from,
     find_common,
 )
-from holdfast.engine.net import peer_stream
-from holdfast.tables import server_wire as wire
 from holdfast.tables.server_connection import (
     HolderBook,
     KeptUpdates,
@@ -187,7 +187,7 @@ class RowReader:
             self._kept.find_start(version),
             self.find_suspects(),
             self.stored[0] if self.stored is not None else None,
-            self._book.access.replicas,
+            self._book.access.link.settings.replicas,
             waits=waits,
         )
         told_at = time.monotonic() + TOLD_S
@@ -197,7 +197,7 @@ class RowReader:
                 missing = [self._book.name(server) for server in self.find_suspects()]
                 silent = ", ".join(missing) or "servers that hold them"
                 verbs = "does not answer, or has" if len(missing) == 1 else "do not answer, or have"
-                self._book.access.tell(
+                self._book.access.link.note(
                     f"rows of {self._group.name} are being waited for since {TOLD_S:g} s: "
                     f"{silent} {verbs} no rows yet"
                 )
@@ -285,7 +285,7 @@ class RowReader:
             )
             rows = f"rows of {self._group.name}"
             seen = f"seen after {job.version} updates, shards {listed}"
-            self._book.access.tell(
+            self._book.access.link.note(
                 f"{named} {acts[0]} computed {rows} wrongly ({seen}): {acts[1]} these, and "
                 f"{acts[2]} them from another server"
                 if is_known

@@ -16,10 +16,10 @@ import xxhash
 
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.train.exchange.tensor_bytes import memory_of
-from holdfast.engine.train.script.row_updates import ServerAccess
 from holdfast.engine.train.step.table_parameters import find_keyed_gradient
 from holdfast.tables.row_client import RowClient
 from holdfast.tables.row_optimizers import RowOptimizer, check_staleness, rows_of
+from holdfast.tables.server_access import ServerAccess
 from holdfast.tables.server_rows import RowUpdate
 from holdfast.tables.server_wire import TableGroup, describe_rule
 from holdfast.tables.table_shape import TableShape
@@ -144,9 +144,9 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     def connect(self, access: ServerAccess) -> None:
         """Use the job's servers from now on."""
-        self._staleness, self._access = access.staleness, access
-        self.param_groups[0].setdefault("staleness", access.staleness)
-        group = msgspec.structs.replace(self._group, staleness=access.staleness)
+        self._staleness, self._access = access.link.settings.staleness, access
+        self.param_groups[0].setdefault("staleness", access.link.settings.staleness)
+        group = msgspec.structs.replace(self._group, staleness=access.link.settings.staleness)
         self._client = RowClient(group, access)
 
     def set_staleness(self, steps: int) -> None:
@@ -178,7 +178,13 @@ class ServedOptimizer(torch.optim.Optimizer):
     def write_rows(self, table: TableShape, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Give rows of a table these values: now within a step, else as the next one begins."""
         self._writes.append((self._group.tables.index(table), ids, rows))
-        if self._access is not None and self._access.can_write():
+        link = self._access.link if self._access is not None else None
+        if link is not None and link.is_in_step():
+            raise UserError(
+                "rows of a table were written in the loop over a step's batches, which each worker "
+                "enters for its own tasks: write them after that loop"
+            )
+        if link is not None and link.can_write():
             self.write()
 
     def write(self) -> None:

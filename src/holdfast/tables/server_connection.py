@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.engine.core.errors import UserError, WireError
-from holdfast.engine.core.servers.heirs import HolderAnswer
-from holdfast.engine.core.servers.holdings import ShardStanding
-from holdfast.engine.core.servers.placement import HEIRS, SHARDS, add_heirs, find_shards, lay_out
-from holdfast.engine.core.servers.reading import OrderCopy
-from holdfast.engine.core.table_places import ServerLayout
+from holdfast.engine.core.hosted_service import ServerLayout
 from holdfast.engine.net import peer_stream
-from holdfast.engine.train.script.row_updates import ServerAccess
 from holdfast.tables import server_wire as wire
+from holdfast.tables.core.heirs import HolderAnswer
+from holdfast.tables.core.holdings import ShardStanding
+from holdfast.tables.core.placement import HEIRS, SHARDS, add_heirs, find_shards, lay_out
+from holdfast.tables.core.reading import OrderCopy
+from holdfast.tables.server_access import ServerAccess
 from holdfast.tables.server_rows import RowUpdate, number_tables
 from holdfast.tables.server_wire import Answer
 from holdfast.tables.table_shape import TableShape, mark_shards
@@ -150,7 +150,7 @@ class ServerConnection:
         if self._channel is None:
             if not address:
                 raise ConnectionRefusedError(f"{self._book.name(self._server)} does not run now")
-            identity, purpose = self._book.access.identity, (self._server, 0, 0)
+            identity, purpose = self._book.access.link.identity, (self._server, 0, 0)
             self._channel = peer_stream.connect(
                 address, identity, wire.MAGIC, purpose, PATIENCE_S, REACH_S
             )
@@ -225,12 +225,12 @@ class HolderBook:
 
     def __init__(self, group: str, access: ServerAccess) -> None:
         self.access, self._group = access, group
-        access.heirs.add_group(group)
+        access.add_group(group)
 
     @property
     def layout(self) -> ServerLayout:
         """Return the newest layout."""
-        return self.access.heirs.layout
+        return self.access.layout
 
     def name(self, server: int) -> str:
         """Return the name of a server or an heir in a sentence."""
@@ -239,12 +239,12 @@ class HolderBook:
     def find_address(self, server: int) -> str:
         """Return the address of a server or an heir; empty: that is not known."""
         if server < HEIRS:
-            return self.access.find_address(server)
-        return self.access.find_heir(server - HEIRS)
+            return self.access.link.find_address(server)
+        return self.access.link.find_heir(server - HEIRS)
 
     def find_shards(self, server: int, layout: ServerLayout) -> tuple[int, ...]:
         """Return the shards that a server, or an heir, is to hold in this layout."""
-        return find_shards(server % HEIRS, lay_out(layout, self.access.replicas))
+        return find_shards(server % HEIRS, lay_out(layout, self.access.link.settings.replicas))
 
     def list_servers(self) -> list[int]:
         """Return the numbers of all servers, and of the heirs that there are now."""
@@ -254,7 +254,7 @@ class HolderBook:
     def find_holders(self, shards: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """Return which servers hold these shards now, and after them the heirs of these servers."""
         layout = self.layout
-        holders = lay_out(layout, self.access.replicas)
+        holders = lay_out(layout, self.access.link.settings.replicas)
         return add_heirs(holders, shards, self._list_heirs(layout.servers))
 
     def look_at(self, server: int, layout: ServerLayout) -> None:
@@ -267,23 +267,23 @@ class HolderBook:
 
     def record_answer(self, answer: HolderAnswer) -> None:
         """Record how far a server or an heir is after an update of some shards."""
-        self.access.heirs.record_answer(self._group, answer)
+        self.access.record_answer(self._group, answer)
 
     def record_silence(self, server: int) -> None:
         """Record that a server or an heir has not answered an update."""
-        self.access.heirs.record_silence(self._group, server)
+        self.access.record_silence(self._group, server)
 
     def tell_of_damage(self, server: int, answer: Answer) -> None:
         """Report the shards that a server has dropped, by its answer."""
         if answer.dropped:
             shards = ", ".join(map(str, answer.dropped))
-            self.access.tell(
+            self.access.link.note(
                 f"{self.name(server)}: memory with rows of {self._group} has changed by itself; "
                 f"the server drops shards {shards} and gets them again"
             )
 
     def _list_heirs(self, servers: int) -> list[int]:
-        return [HEIRS + n for n in range(servers) if self.access.find_heir(n)]
+        return [HEIRS + n for n in range(servers) if self.access.link.find_heir(n)]
 
 
 class KeptUpdates:

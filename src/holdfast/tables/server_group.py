@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.engine.core.errors import Damaged, UserError, WireError, assert_never
-from holdfast.engine.core.servers.holdings import (
+from holdfast.tables.core.holdings import (
     BARE,
     WINDOW,
     AdoptCopy,

@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 import numpy as np
 import torch
 
-from holdfast.engine.core.servers.placement import SHARDS
+from holdfast.tables.core.placement import SHARDS
 from holdfast.tables.row_memory import FingerprintHistory, ReservedArrays, RowChecksums, Seal
 from holdfast.tables.row_optimizers import RowOptimizer
 from holdfast.tables.table_shape import TableShape, fill_rows, mark_shards

@@ -15,10 +15,10 @@ import msgspec
 import torch
 
 from holdfast.engine.core.errors import UserError, WireError
-from holdfast.engine.core.servers.holdings import ShardStanding
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.peer_stream import UNLIMITED, SendRate
 from holdfast.engine.train.exchange.tensor_bytes import memory_of
+from holdfast.tables.core.holdings import ShardStanding
 from holdfast.tables.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.tables.table_shape import TableShape
 

@@ -17,21 +17,19 @@ from typing import Any
 import torch
 
 from holdfast.engine.core.errors import UserError, WireError, WorldError, assert_never
-from holdfast.engine.core.job_spec import STALENESS_MAX, JobSpec
-from holdfast.engine.core.servers.holdings import (
+from holdfast.engine.core.job_spec import STALENESS_MAX
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.peer_listener import PeerListener, serve
+from holdfast.engine.net.peer_stream import UNLIMITED, SendRate
+from holdfast.engine.net.tls import PeerIdentity
+from holdfast.tables import server_wire as wire
+from holdfast.tables.core.holdings import (
     CopyArrived,
     CopyFailed,
     CopyOffered,
     ShardStanding,
 )
-from holdfast.engine.core.servers.placement import SHARDS
-from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_listener import PeerListener, serve
-from holdfast.engine.net.peer_stream import UNLIMITED, SendRate
-from holdfast.engine.net.tls import PeerIdentity
-from holdfast.engine.state.store.checkpoints import Checkpoints
-from holdfast.engine.state.store.open import open_storage
-from holdfast.tables import server_wire as wire
+from holdfast.tables.core.placement import SHARDS
 from holdfast.tables.server_group import Pin, ServerGroup, check_same, fill_shard
 from holdfast.tables.server_rows import RowUpdate
 from holdfast.tables.table_store import TableStore
@@ -373,10 +371,3 @@ def scrub(group: ServerGroup, round_number: int, rounds: int) -> None:
     part = -(-rows // per_shard)
     first = round_number % per_shard * part
     group.scrub(shard, range(first, first + part))
-
-
-def listen(spec: JobSpec, identity: PeerIdentity, host: str, say: Callable[[str], None]) -> str:
-    """Serve the tables of a job on this host from now on; return the address."""
-    where, rate = spec.checkpoints.store, SendRate(spec.servers.copy_rate * 1e6)
-    store = TableStore(Checkpoints(open_storage(where, say), say)) if where else None
-    return RowServer(identity, say, store, rate).listen(host)

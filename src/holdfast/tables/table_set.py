@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from holdfast.engine.core.errors import WireError
-from holdfast.engine.core.servers.placement import SHARDS
+from holdfast.tables.core.placement import SHARDS
 from holdfast.tables.keyed_rows import KeyedBlock, KeyedTable
 from holdfast.tables.row_memory import Seal, check_room
 from holdfast.tables.server_rows import RowBlock, RowUpdate, ServerTable

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from holdfast.engine.core.errors import Damaged
-from holdfast.engine.core.servers.holdings import CopyArrived
-from holdfast.engine.core.servers.placement import SHARDS
 from holdfast.engine.state.store.checkpoint_reading import OneEntry, load
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.manifest import TABLES, Entry, Manifest
 from holdfast.engine.state.store.saving import Item, Saving
 from holdfast.engine.train.exchange.tensor_bytes import memory_of
+from holdfast.tables.core.holdings import CopyArrived
+from holdfast.tables.core.placement import SHARDS
 from holdfast.tables.server_group import Pin, ServerGroup
 from holdfast.tables.server_wire import SaveShards
 

@@ -1,4 +1,4 @@
-"""Products are found, also those of another distribution: a manager, a listener, and a command."""
+"""Products are found, also those of another distribution: one of each kind of part."""
 
 from __future__ import annotations
 
@@ -83,6 +83,45 @@ def test_a_job_runs_on_a_manager_of_a_plugin(
         digest = finish(run)
     with LocalRun(tmp_path / "alone", OPTIONS, [SCRIPT, str(go)]) as run:
         assert finish(run) == digest
+
+
+@pytest.mark.timeout(300)
+def test_a_service_of_a_plugin_runs_on_servers_that_are_lost_and_move(
+    installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", installed)
+    gate, weighted = tmp_path / "gate", str(SCRIPTS / "weighted.py")
+    options = ["--nproc", "2", "--virtual", "4", "--servers", "2", "--service", "weights"]
+    with LocalRun(tmp_path / "run", options, [weighted, str(gate)]) as run:
+
+        def servers() -> set[int]:
+            with contextlib.suppress(HoldfastError):
+                return {each["pid"] for each in run.status()["servers"]}
+            return set()
+
+        run.until(lambda: len(servers()) == 2, RUN_S, "two servers")
+        run.until(lambda: run.status()["step"] >= 5, RUN_S, "steps that ask the servers")
+        lost = servers()
+        for pid in lost:
+            strike(pid)
+        run.until(lambda: len(servers() - lost) == 2, RUN_S, "other processes of both")
+        scaled = run_command(installed, "scale", str(run.run_dir.path), "--servers", "3")
+        assert (scaled.returncode, scaled.stdout) == (0, "holdfast: the service is on 3 servers\n")
+        gate.touch()
+        digest = finish(run)
+    with LocalRun(tmp_path / "alone", ["--nproc", "1", *options[2:]], [weighted, str(gate)]) as run:
+        assert finish(run) == digest
+
+
+def test_a_service_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, script = ["run", "--run-dir", str(tmp_path / "run"), "--service", "none"], [SCRIPT, "go"]
+    assert main([*words, "--servers", "1", *script]) == 2
+    assert "there is no hosted service 'none': use one of tables" in capsys.readouterr().err
+    assert main([*words, *script]) == 2
+    assert "--service none needs servers: say how many with --servers" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_listener_of_a_plugin_is_kept_beside_a_run(

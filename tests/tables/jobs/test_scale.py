@@ -55,10 +55,10 @@ def test_tables_come_to_more_servers_and_to_fewer(start: Start, digest: Digest) 
     assert not run.events("tables"), "no row was lost"
     assert not run.events("back")
     assert lines(run) == [
-        "tables go from 2 servers to 3",
-        "tables are on 3 servers now",
-        "tables go from 3 servers to 1",
-        "tables are on 1 server now",
+        "the service goes from 2 servers to 3",
+        "the service is on 3 servers now",
+        "the service goes from 3 servers to 1",
+        "the service is on 1 server now",
     ]
 
 
@@ -127,8 +127,8 @@ def test_an_order_is_taken_back(start: Start, digest: Digest) -> None:
         order(run, 2)
         assert scale(run, 2) == 0
         assert finish(run) == digest(LONG)
-    assert lines(run)[0] == "tables go from 2 servers to 3"
-    assert lines(run)[-1] in ("tables stay on 2 servers", "tables are on 2 servers now")
+    assert lines(run)[0] == "the service goes from 2 servers to 3"
+    assert lines(run)[-1] in ("the service stays on 2 servers", "the service is on 2 servers now")
 
 
 @pytest.mark.slow

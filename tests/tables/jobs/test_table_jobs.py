@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,12 +14,14 @@ from torch.utils.data import TensorDataset
 from conftest import computed_twice, finish
 from example_kit import ARGS, EXAMPLES
 from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.job_spec import ServerSettings
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.train.checkpoint.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.exchange.layout import Layout
 from holdfast.engine.train.exchange.seam import AloneTransport
 from holdfast.engine.train.job import Job
-from holdfast.engine.train.script.row_updates import RowUpdates, ServerAccess
+from holdfast.engine.train.script.row_updates import RowUpdates
+from holdfast.engine.train.script.service_link import ServiceLink
 from holdfast.tables import (
     SGD,
     Adagrad,
@@ -28,6 +31,7 @@ from holdfast.tables import (
     LazyAdam,
     RowOptimizer,
     RowWiseAdagrad,
+    service,
 )
 from loop_kit import digest, everywhere, net, results
 from memory_kit import kill_workers, recalls, until_step
@@ -119,10 +123,9 @@ def test_tables_of_one_width_are_summed_together_but_those_of_any_keys() -> None
 
 
 def test_servers_without_any_table_are_a_mistake() -> None:
-    updates = RowUpdates()
-    updates.find("model", nn.Linear(2, 2))
+    link = cast(ServiceLink, SimpleNamespace(layout=None, settings=ServerSettings(count=2)))
     with pytest.raises(UserError, match=r"--servers.*protects no table.*leave --servers out"):
-        updates.connect(cast(ServerAccess, None))
+        service.connect(link, {"model": nn.Linear(2, 2)})
 
 
 def test_a_table_of_any_keys_beside_one_of_the_same_width_is_the_same_on_any_workers() -> None:

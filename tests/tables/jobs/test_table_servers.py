@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from conftest import Start, computed_twice, finish
-from holdfast.engine.core.servers.placement import SHARDS, find_holders
 from holdfast.engine.runtime.local_run import LocalRun, strike
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
 from holdfast.tables import EmbeddingBag
+from holdfast.tables.core.placement import SHARDS, find_holders
 from memory_kit import recalls
 from places import TESTS
 

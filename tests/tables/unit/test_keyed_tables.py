@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from test_row_servers import Servers
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.servers.placement import SHARDS, find_holders, share_out
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.files import FileStorage
 from holdfast.tables import SGD, Adagrad, LazyAdam, RowOptimizer
 from holdfast.tables import server_wire as wire
+from holdfast.tables.core.placement import SHARDS, find_holders, share_out
 from holdfast.tables.embeddings import Embedding, EmbeddingBag
 from holdfast.tables.keyed_rows import (
     EVERY_PLACE,

@@ -10,9 +10,9 @@ from test_row_servers import RULES, Servers, everything, expected, fill, group, 
 from test_wrong_servers import begin
 
 from holdfast.engine.core.errors import Damaged, UserError, WireError
-from holdfast.engine.core.servers.holdings import BARE
-from holdfast.engine.core.servers.placement import SHARDS
 from holdfast.tables import RowOptimizer
+from holdfast.tables.core.holdings import BARE
+from holdfast.tables.core.placement import SHARDS
 from holdfast.tables.keyed_rows import EVERY_PLACE, KeyedTable, _Moves
 from holdfast.tables.row_client import KEPT
 from holdfast.tables.row_memory import ReservedArrays, RowChecksums

@@ -24,18 +24,18 @@ from test_row_servers import (
 )
 
 from holdfast.engine.core.errors import Damaged, WireError
-from holdfast.engine.core.servers.holdings import (
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.peer_stream import SendRate
+from holdfast.tables import server_group
+from holdfast.tables import server_wire as wire
+from holdfast.tables.core.holdings import (
     BARE,
     WINDOW,
     CopyArrived,
     ShardsGivenUp,
     ShardStanding,
 )
-from holdfast.engine.core.servers.placement import SHARDS
-from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_stream import SendRate
-from holdfast.tables import server_group
-from holdfast.tables import server_wire as wire
+from holdfast.tables.core.placement import SHARDS
 from holdfast.tables.server_group import ServerGroup, ShardRows, fill_shard
 from holdfast.tables.server_rows import RowUpdate
 from holdfast.tables.serving import fetch_shard

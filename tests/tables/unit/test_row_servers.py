@@ -11,19 +11,21 @@ import pytest
 import torch
 
 from holdfast.engine.core.errors import UserError, WireError
-from holdfast.engine.core.servers.holdings import BARE, ShardStanding
-from holdfast.engine.core.servers.placement import SHARDS, find_holders, find_shards, share_out
-from holdfast.engine.core.table_places import ServerLayout
+from holdfast.engine.core.hosted_service import ServerLayout
+from holdfast.engine.core.job_spec import ServerSettings
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.files import FileStorage
-from holdfast.engine.train.script.row_updates import HeirWatch, ServerAccess
+from holdfast.engine.train.script.service_link import ServiceLink
 from holdfast.tables import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.tables import server_wire as wire
+from holdfast.tables.core.holdings import BARE, ShardStanding
+from holdfast.tables.core.placement import SHARDS, find_holders, find_shards, share_out
 from holdfast.tables.row_client import KEPT, RowClient
 from holdfast.tables.row_optimizers import TableOptimizer
 from holdfast.tables.served_tables import ServedOptimizer
+from holdfast.tables.server_access import ServerAccess
 from holdfast.tables.server_group import ServerGroup, ShardRows, fill_shard
 from holdfast.tables.server_rows import RowBlock, RowUpdate
 from holdfast.tables.serving import RowServer
@@ -98,19 +100,19 @@ class Servers:
         def report(complete: tuple[str, ...], layout: ServerLayout) -> None:
             self.complete = complete
 
-        first = ServerLayout(count=self.count, goal=self.count)
-        self.watch = HeirWatch(first, self.replicas, report)
-        return ServerAccess(
-            replicas=self.replicas,
-            staleness=staleness,
+        link = ServiceLink(
+            settings=ServerSettings(count=self.count, replicas=self.replicas, staleness=staleness),
             identity=IDENTITY,
+            layout=ServerLayout(count=self.count, goal=self.count),
             find_address=lambda number: self.addresses[number],
             find_heir=lambda number: self.heirs.get(number, ""),
-            heirs=self.watch,
             find_part=lambda: (0, 1),
+            report=report,
             lose=lose,
-            tell=self.log.append,
+            note=self.log.append,
         )
+        self.watch = ServerAccess(link)
+        return self.watch
 
 
 def fill(made: ServerGroup) -> ServerGroup:

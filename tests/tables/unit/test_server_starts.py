@@ -23,10 +23,10 @@ from test_row_servers import (
 )
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.servers.placement import SHARDS, find_holders, share_out
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.files import FileStorage
 from holdfast.tables import serving
+from holdfast.tables.core.placement import SHARDS, find_holders, share_out
 from holdfast.tables.row_client import KEPT, RowClient
 from holdfast.tables.server_group import ServerGroup, fill_shard
 from support import until

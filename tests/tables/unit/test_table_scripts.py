@@ -15,7 +15,15 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.train.job import Job
 from holdfast.engine.train.script.row_updates import RowUpdates
-from holdfast.tables import Adagrad, Embedding, EmbeddingBagCollection, EmbeddingBagConfig, KeyRules
+from holdfast.engine.train.script.service_link import HostedService
+from holdfast.tables import (
+    Adagrad,
+    Embedding,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyRules,
+    service,
+)
 from loop_kit import everywhere, net, results
 from thread_cluster import ThreadWorker
 
@@ -38,24 +46,25 @@ class Trained:
         self.top = nn.Linear(DIM, 1)
         self.optimizer = torch.optim.SGD(self.top.parameters(), lr=0.1)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        self.updates = RowUpdates()
+        self.updates, self.service = RowUpdates(), HostedService()
         self._access = servers.access(staleness) if servers is not None else None
 
     def begin(self, *, scaled: bool = False) -> None:
         """Protect everything, and reach the servers, as the job's first loop does."""
         protected = {"table": self.table, "top": self.top, "optimizer": self.optimizer}
         protected |= {"scaler": self.scaler} if scaled else {}
+        found: dict[str, torch.optim.Optimizer] = {}
         for name, value in protected.items():
-            self.updates.find(name, value)
+            found |= self.updates.find(name, value)
         for name, value in protected.items():
             self.updates.check(name, value)
         if self._access is not None:
-            self.updates.connect(self._access)
+            self.service.add(service.connect(self._access.link, found))
 
     def backward(self, factor: float = 1.0, *, scaled: bool = False) -> None:
         """Compute a step's gradients, and commit them."""
         self.optimizer.zero_grad()
-        self.updates.write()
+        self.service.write()
         loss = factor * self.top(self.table(IDS)).square().mean()
         (self.scaler.scale(loss) if scaled else loss).backward()
         self.updates.hold()
@@ -68,7 +77,7 @@ class Trained:
     def end(self) -> torch.Tensor:
         """End the last step, and return all rows."""
         self.updates.settle(0)
-        self.updates.write()
+        self.service.write()
         return self.table.read_rows()
 
 
@@ -76,13 +85,13 @@ class Trained:
 def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Servers | None:
     if not request.param:
         return None
-    monkeypatch.setattr("holdfast.tables.embeddings.count_servers", lambda: 2)
+    monkeypatch.setattr("holdfast.tables.embeddings.count_servers", lambda service: 2)
     return Servers(2)
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Servers:
-    monkeypatch.setattr("holdfast.tables.embeddings.count_servers", lambda: 2)
+    monkeypatch.setattr("holdfast.tables.embeddings.count_servers", lambda service: 2)
     return Servers(2)
 
 
@@ -227,7 +236,7 @@ def test_rows_are_written_between_steps_and_keep_what_their_optimizer_knows(
         return mine.end()
 
     here = trained(None)
-    monkeypatch.setattr("holdfast.tables.embeddings.count_servers", lambda: 2)
+    monkeypatch.setattr("holdfast.tables.embeddings.count_servers", lambda service: 2)
     assert torch.equal(trained(Servers(2)), here)
 
 
@@ -255,7 +264,7 @@ def test_rows_that_were_written_before_a_state_came_do_not_count(served: Servers
     joiner.table.write_rows(PRETRAINED)
     joiner.begin()
     joiner.table.row_optimizer.load_state_dict(state)
-    joiner.updates.write()
+    joiner.service.write()
     assert torch.equal(joiner.table.read_rows(), first.table.read_rows())
     assert joiner.table.row_optimizer.state_dict() == state
 
@@ -266,7 +275,7 @@ def test_a_state_shows_which_rows_were_written(served: Servers) -> None:
         mine = Trained(Servers(2))
         mine.table.write_rows(rows)
         mine.begin()
-        mine.updates.write()
+        mine.service.write()
         states.append(mine.table.row_optimizer.state_dict()["param_groups"])
     assert states[0] == states[1]
     assert states[0] != states[2]

@@ -25,12 +25,12 @@ from test_row_servers import (
 )
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.servers.holdings import BARE, CopyArrived
-from holdfast.engine.core.servers.placement import SHARDS, find_holders, share_out
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.files import FileStorage
 from holdfast.tables import Adagrad, RowOptimizer, server_connection
 from holdfast.tables import server_wire as wire
+from holdfast.tables.core.holdings import BARE, CopyArrived
+from holdfast.tables.core.placement import SHARDS, find_holders, share_out
 from holdfast.tables.keyed_rows import KeyedTable
 from holdfast.tables.row_client import KEPT, RowClient
 from holdfast.tables.row_reader import RowRead, RowReader

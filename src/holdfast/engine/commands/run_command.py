@@ -43,7 +43,7 @@ from holdfast.engine.net.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
 from holdfast.engine.net.standard_streams import print_line, print_plain
 from holdfast.engine.net.tcp import listen
 from holdfast.engine.net.tls import peer_tls_of
-from holdfast.engine.plugins import find_listener
+from holdfast.engine.plugins import find_listener, name_service
 from holdfast.engine.runtime.launcher import (
     FIRST_NODE,
     CoordinatorSite,
@@ -288,6 +288,8 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
     check_present(spec.script)
     if spec.checkpoints.store:
         _check_store(spec.checkpoints.store)
+    if spec.servers.count:
+        name_service(spec.servers.service)  # raises UserError if no plugin brings it
     if options.faults is None:
         return spec
     if spec.compat.enabled:

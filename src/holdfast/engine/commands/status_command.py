@@ -80,7 +80,7 @@ def show(status: JobStatus) -> None:
         console.print(f"servers of tables: {', '.join(each)}")
     if status.servers_wanted != status.servers_held:
         console.print(
-            f"tables go from {name_count(status.servers_held)} to {status.servers_wanted}"
+            f"the service goes from {name_count(status.servers_held)} to {status.servers_wanted}"
         )
     ranks_are = "rank" if status.group else "virtual ranks"
     table = Table("worker", "pid", "incarnation", "state", "step", ranks_are)

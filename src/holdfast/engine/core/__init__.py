@@ -22,7 +22,6 @@ and the parts that they are made of:
     ground       shared by all: events, effects, the standing of a worker, votes
     replica      the state that a member holds, and its exchange with members
     step         what a member does between two boundaries
-    servers      the servers that hold rows of tables, and the updates of the rows
 
 The modules next to these are the ground of all: types, errors, the canonical tree, the plans for
 sums, the job document with its settings and policies.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.engine.core.domains import Domains
+from holdfast.engine.core.hosted_service import RunningServer, ServerLayout, ServerPlace
 from holdfast.engine.core.redundancy import KeptPieces
-from holdfast.engine.core.table_places import RunningServer, ServerLayout, ServerPlace
 from holdfast.engine.core.types import (
     NO_VIEW,
     AgentId,
@@ -67,7 +67,7 @@ class AgentReport:
     pieces_at: str = ""
     #: The bytes used by these pieces.
     pieces_bytes: int = 0
-    #: Its processes that serve tables.
+    #: Its servers of the hosted service.
     servers: tuple[RunningServer, ...] = ()
     #: The newest view that it knows.
     view_known: ViewNumber = NO_VIEW
@@ -141,9 +141,9 @@ class Directive:
     follow: FollowOrder | None = None
     #: The nodes that may leave with their pieces of the state.
     freed: tuple[Freed, ...] = ()
-    #: All servers of tables.
+    #: All servers of the hosted service.
     servers: tuple[ServerPlace, ...] = ()
-    #: The layout of the servers' rows.
+    #: The layout of the servers' contents.
     layout: ServerLayout | None = None
 
 

@@ -152,7 +152,8 @@ def _optimizer_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[s
 def _server_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
     count = spec.servers.count
     if not count:
-        for key in ("servers.replicas", "servers.staleness", "servers.copy_rate"):
+        for name in ("replicas", "staleness", "copy_rate", "service"):
+            key = f"servers.{name}"
             if SETTINGS[key].value_in(spec) != SETTINGS[key].default:
                 yield f"{say(key)} needs servers: say how many with --servers"
         return
@@ -169,7 +170,7 @@ def _server_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]
 
 
 def find_scale_problem(spec: JobSpec, servers: int) -> str:
-    """Return why a running job's tables cannot be on this number of servers; "": they can."""
+    """Return why a running job's service cannot be on this number of servers; "": they can."""
     replicas = spec.servers.replicas
     if not spec.servers.count:
         return (

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from holdfast.engine.core.hosted_service import ServerLayout, ServerPlace
 from holdfast.engine.core.invalidations import Invalidation
-from holdfast.engine.core.table_places import ServerLayout, ServerPlace
 from holdfast.engine.core.types import (
     NO_VIEW,
     AgentId,
@@ -123,7 +123,7 @@ class JobRecord:
     release_loop: int = 0
     #: The steps of checkpoints from which the job can begin.
     saved: tuple[int, ...] = ()
-    #: All servers of tables.
+    #: All servers of the hosted service.
     servers: tuple[ServerPlace, ...] = ()
     invalidations: tuple[Invalidation, ...] = ()
     #: None while the job runs, "" after success, else the reason of its failure.

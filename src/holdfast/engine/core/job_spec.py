@@ -28,6 +28,7 @@ VIRTUAL_MAX = 100_000  # every view names the owner of each virtual rank
 NODES_MAX = 100_000
 SERVERS_MAX = 1024
 STALENESS_MAX = 64  # steps
+TABLES = "tables"  # the hosted service of holdfast.tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +330,7 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Sets the number of processes that hold the rows of tables (holdfast.tables)."""
+    """Sets the processes of a hosted service: those that hold the rows of holdfast.tables."""
 
     count: int = setting(
         0,
@@ -356,6 +357,11 @@ class ServerSettings:
         metavar="T",
         least=0,
         most=STALENESS_MAX,
+    )
+    service: str = setting(
+        TABLES,
+        "the hosted service that the servers run: embedding tables, or one that a plugin brings",
+        metavar="NAME",
     )
     copy_rate: int = setting(
         500,

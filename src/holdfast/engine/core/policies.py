@@ -151,7 +151,7 @@ class CoordinatorPolicy:
     keeps: bool = False
     #: The pieces of the state in the nodes' memory.
     redundancy: Redundancy = field(default_factory=Redundancy)
-    #: The number of processes that hold tables.
+    #: The number of servers of the hosted service.
     servers: int = 0
     #: The times that the job may go back without progress in between.
     retreats_max: int = 3

@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from holdfast.engine.core.hosted_service import ServerLayout
 from holdfast.engine.core.invalidations import Invalidation
 from holdfast.engine.core.machine_errors import MachineError
-from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.core.types import NO_VIEW, Incarnation, ViewNumber, WorkerId
 
 
@@ -144,7 +144,7 @@ class WorkerStatus:
     unproven: bool = False
     #: The number of the newest FollowOrder that failed on this worker.
     unfed: int = 0
-    #: The addresses of the servers of tables, and of their heirs, that have all new rows.
+    #: The addresses of the servers, and of their heirs, that have all of a new share.
     heirs: tuple[str, ...] = ()
     #: The newest layout of servers that it uses, to which `heirs` belongs.
     layout: ServerLayout | None = None

@@ -249,12 +249,12 @@ def await_migrated(run_dir: RunDir, tls: ssl.SSLContext | None, worker: int) -> 
 
 
 def scale(run_dir: RunDir, tls: ssl.SSLContext | None, servers: int) -> None:
-    """Order that the rows of tables be on this number of servers. UserError: they cannot."""
+    """Order that the service use this number of servers. UserError: it cannot."""
     _give(run_dir, tls, ScaleRequest(servers=servers))
 
 
 def await_scaled(run_dir: RunDir, tls: ssl.SSLContext | None, servers: int) -> bool:
-    """Wait until all rows are on these servers, or the run is over; return whether they are.
+    """Wait until all contents are on these servers, or the run is over; return whether they are.
 
     UserError: there is no answer, or another number has been ordered since.
     """
@@ -303,8 +303,8 @@ def describe_migrated(worker: int, to: str) -> str:
 
 
 def describe_scaled(servers: int) -> str:
-    """Return the sentence on tables whose rows are on these servers."""
-    return f"tables are on {name_count(servers)}"
+    """Return the sentence on a service that is on these servers."""
+    return f"the service is on {name_count(servers)}"
 
 
 def _give(

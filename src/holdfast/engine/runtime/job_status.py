@@ -111,7 +111,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a server of tables that listens."""
+    """Describes a server of the hosted service that listens."""
 
     number: int
     #: The node of the process.
@@ -142,9 +142,9 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     group: bool = False
     #: None: the job keeps no pieces.
     memory: MemoryStatus | None = None
-    #: The servers of tables that listen.
+    #: The servers of the hosted service that listen.
     servers: tuple[ServerStatus, ...] = ()
-    #: The number of servers that hold all rows together; 0: the job has none.
+    #: The number of servers that hold all contents together; 0: the job has none.
     servers_held: int = 0
     #: The number of servers that was ordered last.
     servers_wanted: int = 0
@@ -264,7 +264,7 @@ def nodes_of(snapshot: CoordinatorSnapshot) -> tuple[NodeStatus, ...]:
 
 
 def servers_of(snapshot: CoordinatorSnapshot) -> tuple[ServerStatus, ...]:
-    """List the servers of tables that listen, where they are to run."""
+    """List the servers that listen, where they are to run."""
     placed = {each.number: each.agent for each in snapshot.record.servers if not each.heir}
     return tuple(
         ServerStatus(number=each.number, agent=node.agent, pid=each.pid, address=each.address)

@@ -23,16 +23,17 @@ from holdfast.engine.core.ground.events import (
     SourceKind,
     StateLost,
 )
+from holdfast.engine.core.hosted_service import ServerLayout
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.policies import ReplicationPolicy
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
-from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.core.types import Peer, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.net.tls import PeerIdentity
+from holdfast.engine.plugins import find_service
 from holdfast.engine.state.memory.arena import PieceArena
 from holdfast.engine.state.memory.pieces import PiecePost
 from holdfast.engine.state.store.checkpoints import Checkpoints
@@ -59,10 +60,10 @@ from holdfast.engine.train.script.environment import WorkerEnvironment, kind_of_
 from holdfast.engine.train.script.ledger_recorder import LedgerRecorder
 from holdfast.engine.train.script.optimizer_watch import OptimizerWatch
 from holdfast.engine.train.script.rank_states import RankStates, StateCosts
-from holdfast.engine.train.script.row_updates import HeirWatch, RowUpdates, ServerAccess
 from holdfast.engine.train.script.script_guard import ScriptGuard, compose_guard
 from holdfast.engine.train.script.script_state import ScriptState
 from holdfast.engine.train.script.script_thread import ScriptThread
+from holdfast.engine.train.script.service_link import HostedService, ServiceLink
 from holdfast.engine.train.script.step_runner import StepRunner, TaskRunner
 from holdfast.engine.train.shards.inner_group import LOOPBACK, InnerGroup
 from holdfast.engine.train.shards.shard_links import (
@@ -214,7 +215,7 @@ def _saver(
     buffers: Buffers,
     fingerprint_whole: Callable[[], int],
     capture: Capture | None,
-    updates: RowUpdates,
+    service: HostedService,
 ) -> Saver:
     """Return the part that saves this worker's shares; it refuses without a store or a writer."""
     me, driver, writer = control.environment, control.driver, None
@@ -226,7 +227,7 @@ def _saver(
         buffers.remember()
         return fingerprint_whole()
 
-    return Saver(writer, protected, driver.post, fingerprint_at_rest, capture, updates.save)
+    return Saver(writer, protected, driver.post, fingerprint_at_rest, capture, service.save)
 
 
 def _replicator(
@@ -256,13 +257,13 @@ def _replicator(
 
 
 def _store_source(
-    me: WorkerEnvironment, loaded: LoadedState, loading: Callable[[], None], updates: RowUpdates
+    me: WorkerEnvironment, loaded: LoadedState, loading: Callable[[], None], service: HostedService
 ) -> StateSource:
     """Return the reader of the job's checkpoints, which refuses without a store."""
     if not (where := me.spec.checkpoints.store):
         return NoStore()
     store, procs = Checkpoints(open_storage(where, say), say), me.spec.workers.procs
-    return Restorer(store, loaded, loading, updates.note_checkpoint, me.shard, procs)
+    return Restorer(store, loaded, loading, service.note_checkpoint, me.shard, procs)
 
 
 def _mover(
@@ -273,7 +274,7 @@ def _mover(
     saver: Saver,
     receiver: FedReceiver,
     replicator: Replicator | None,
-    updates: RowUpdates,
+    service: HostedService,
 ) -> StateMover:
     """Return the mover of this worker's states, with all sources and sinks."""
     me, driver, loaded = control.environment, control.driver, guard.loaded
@@ -282,7 +283,7 @@ def _mover(
     process, redundancy = Peer(me.worker, me.shard), me.spec.redundancy()
     compares = guard.fingerprints.cycle > 0
     sources: dict[SourceKind, StateSource] = {
-        SourceKind.STORE: _store_source(me, loaded, loading, updates),
+        SourceKind.STORE: _store_source(me, loaded, loading, service),
         SourceKind.MEMORY: Recalling(process, data, loaded, identity, redundancy, loading, post),
         SourceKind.MEMBERS: missed,
         SourceKind.FEED: receiver,
@@ -330,9 +331,12 @@ def _transport_maker(
     return lambda: GpuTransport(TcpTransport(listener), gpu, rooms, gpu_id)
 
 
-def _connect_servers(control: Control, updates: RowUpdates, script: ScriptThread) -> None:
-    """Connect tables with the servers that hold their rows, if there are any."""
-    if not control.environment.spec.servers.count:
+def _connect_service(
+    control: Control, protected: Mapping[str, Any], progress: ScriptState, script: ScriptThread
+) -> None:
+    """Connect the script with the servers of the job's hosted service, if there are any."""
+    settings = control.environment.spec.servers
+    if not settings.count:
         return
     me, driver, link = control.environment, control.driver, control.link
 
@@ -349,41 +353,37 @@ def _connect_servers(control: Control, updates: RowUpdates, script: ScriptThread
         return view.rank(WorkerId(me.worker)), len(view.members)
 
     def lose(why: str) -> NoReturn:
-        driver.post(EventNoted("tables", why))
+        driver.post(EventNoted(settings.service, why))
         driver.post(StateLost())
         while True:
             driver.next_for_script()
 
     def can_write() -> bool:
-        if script.steps.is_open:
-            raise UserError(
-                "rows of a table were written in the loop over a step's batches, which each worker "
-                "enters for its own tasks: write them after that loop"
-            )
         # A worker that joins runs lines between loops and above an epoch's first step again.
         return script.is_yielding and not script.epoch_start.is_above
 
-    count, replicas = me.spec.servers.count, me.spec.servers.replicas
-    first = ServerLayout(count=count, goal=count)
-    heirs = HeirWatch(first, replicas, lambda *told: driver.post(HeirsSeen(*told)))
-    access = ServerAccess(
-        replicas=replicas,
-        staleness=me.spec.servers.staleness,
-        identity=me.identity(),
-        find_address=find_address,
-        find_heir=find_heir,
-        heirs=heirs,
-        find_part=find_part,
-        lose=lose,
-        tell=lambda text: driver.post(EventNoted("tables", text)),
-        can_write=can_write,
+    known = link.layout if isinstance(link, AgentLink) else None
+    client = find_service(settings.service).connect(
+        ServiceLink(
+            settings=settings,
+            identity=me.identity(),
+            layout=known or ServerLayout(count=settings.count, goal=settings.count),
+            find_address=find_address,
+            find_heir=find_heir,
+            find_part=find_part,
+            report=lambda *found: driver.post(HeirsSeen(*found)),
+            lose=lose,
+            note=lambda text: driver.post(EventNoted(settings.service, text)),
+            is_in_step=lambda: script.steps.is_open,
+            can_write=can_write,
+        ),
+        protected,
     )
     if isinstance(link, AgentLink):
-        link.note_layout = heirs.change_layout
+        link.note_layout = client.change_layout
         if link.layout is not None:
-            heirs.change_layout(link.layout)
-    updates.connect(access)
-    heirs.begin()
+            client.change_layout(link.layout)
+    progress.service.add(client)
 
 
 def _check_is_trained(trained: Collection[object], protected: Mapping[str, Any]) -> None:
@@ -459,10 +459,10 @@ def compose_worker(
         describe=lambda: guard.comparison.describe(data.buffers.start),
         backs_up=backs_up,
     )
-    updates = progress.row_updates
-    saver = _saver(control, protected, data.buffers, fingerprint_whole, capture, updates)
+    service = progress.service
+    saver = _saver(control, protected, data.buffers, fingerprint_whole, capture, service)
     replicator = _replicator(control, identity, protected, data, capture)
-    mover = _mover(control, protected, data, guard, saver, receiver, replicator, updates)
+    mover = _mover(control, protected, data, guard, saver, receiver, replicator, service)
     engine = Engine(driver, control.link, data, filled, mover, exchange, recorder.doubt)
     driver.serve(engine)
     runner = TaskRunner(driver, data, backs_up, control.inner, guard.files)
@@ -475,6 +475,6 @@ def compose_worker(
     can_join_fed = spec.nodes.join_rate and spec.workers.procs == 1 and sharding is None
     if can_join_fed and large and not is_alone:
         driver.post(Reachable(receiver.listen(me.host)))
-    _connect_servers(control, updates, script)
-    OptimizerWatch(protected, lambda: steps.is_open, updates, sharding).start()
+    _connect_service(control, protected, progress, script)
+    OptimizerWatch(protected, lambda: steps.is_open, progress.row_updates, sharding).start()
     return script

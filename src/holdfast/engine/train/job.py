@@ -65,9 +65,10 @@ def join_once(*, seed: int | None = None) -> Job:
     return _jobs[-1] if _jobs else join(seed=seed)
 
 
-def count_servers() -> int:
-    """Return the number of servers for tables of the job that was joined last; 0 without a job."""
-    return _jobs[-1]._environment.spec.servers.count if _jobs else 0
+def count_servers(service: str) -> int:
+    """Return the number of a hosted service's servers in the job that was joined last, or 0."""
+    found = _jobs[-1]._environment.spec.servers if _jobs else None
+    return found.count if found is not None and found.service == service else 0
 
 
 def end_script() -> None:

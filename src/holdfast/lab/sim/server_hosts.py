@@ -17,11 +17,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from holdfast.engine.core.directives import AgentReport, Directive
 from holdfast.engine.core.ground.events import HeirsSeen
+from holdfast.engine.core.hosted_service import ServerLayout, ServerPlace
 from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership.decision_loop import SKIPPED
 from holdfast.engine.core.membership.formation import LEAVE_RESERVE_S
-from holdfast.engine.core.servers.server_host import (
+from holdfast.engine.core.membership.server_host import (
     BookArrived,
     EndServer,
     HostEvent,
@@ -31,7 +32,6 @@ from holdfast.engine.core.servers.server_host import (
     StartServer,
     TellServers,
 )
-from holdfast.engine.core.table_places import ServerLayout, ServerPlace
 from holdfast.engine.core.types import AgentId
 from holdfast.engine.core.worker_status import Stage
 from holdfast.lab.sim.run_options import Options

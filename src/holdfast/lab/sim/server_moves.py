@@ -12,11 +12,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.engine.core.servers.heirs import HeirProgress
-from holdfast.engine.core.servers.placement import HEIRS, add_heirs, find_shards, lay_out
-from holdfast.engine.core.servers.reading import RowReading
-from holdfast.engine.core.table_places import ServerLayout
+from holdfast.engine.core.hosted_service import ServerLayout
 from holdfast.lab.sim.simulated_servers import RowMessages, RowTruth, SimServer
+from holdfast.tables.core.heirs import HeirProgress
+from holdfast.tables.core.placement import HEIRS, add_heirs, find_shards, lay_out
+from holdfast.tables.core.reading import RowReading
 
 ROWS = "rows"  # the only group of tables
 SERVERS_MAX = 6

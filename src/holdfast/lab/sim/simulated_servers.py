@@ -1,6 +1,6 @@
 """Is servers of tables and their network, as the simulator of tables has them.
 
-A server's machine is the product's (core/servers/); its rows are one number for each shard, and an
+A server's machine is the product's (tables/core/); its rows are one number for each shard, and an
 update changes it in a way that no other order or repetition of updates could.
 """
 
@@ -11,7 +11,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from holdfast.engine.core.errors import assert_never, require
-from holdfast.engine.core.servers.holdings import (
+from holdfast.lab.sim.wrong_bits import Violation
+from holdfast.tables.core.holdings import (
     AdoptCopy,
     ApplyUpdate,
     BeginCopies,
@@ -25,8 +26,7 @@ from holdfast.engine.core.servers.holdings import (
     ShardsGivenUp,
     UpdateArrived,
 )
-from holdfast.engine.core.servers.placement import SHARDS
-from holdfast.lab.sim.wrong_bits import Violation
+from holdfast.tables.core.placement import SHARDS
 
 _PRIME = (1 << 61) - 1
 PATIENCE_S = 0.2  # a worker waits this long for a server

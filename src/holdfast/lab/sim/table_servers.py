@@ -1,6 +1,6 @@
 """Simulates servers of tables and the workers that read and update rows, from one seed.
 
-The machines are the product's (core/servers/), and the right answer to every read is known
+The machines are the product's (tables/core/), and the right answer to every read is known
 beforehand. Servers die, freeze, are cut off and move, their memory changes by itself, workers die
 and forget their last updates, and messages come late or never.
 """
@@ -13,15 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.engine.core.errors import InvariantError, assert_never, require
-from holdfast.engine.core.servers.heirs import HolderAnswer
-from holdfast.engine.core.servers.holdings import (
+from holdfast.lab.sim.server_moves import ROWS, ServerMoves, SimWorker
+from holdfast.lab.sim.simulated_servers import LATER, RowMessages, RowTruth, SimServer
+from holdfast.lab.sim.wrong_bits import Violation
+from holdfast.tables.core.heirs import HolderAnswer
+from holdfast.tables.core.holdings import (
     CopyArrived,
     CopyOffered,
     ShardStanding,
     UpdateArrived,
 )
-from holdfast.engine.core.servers.placement import SHARDS, choose_part
-from holdfast.engine.core.servers.reading import (
+from holdfast.tables.core.placement import SHARDS, choose_part
+from holdfast.tables.core.reading import (
     Ask,
     FindRight,
     Give,
@@ -37,9 +40,6 @@ from holdfast.engine.core.servers.reading import (
     can_begin_from,
     find_common,
 )
-from holdfast.lab.sim.server_moves import ROWS, ServerMoves, SimWorker
-from holdfast.lab.sim.simulated_servers import LATER, RowMessages, RowTruth, SimServer
-from holdfast.lab.sim.wrong_bits import Violation
 
 #: Updates that a worker keeps, without the ones that reads do not see yet.
 KEPT = 6

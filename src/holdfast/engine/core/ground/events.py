@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from holdfast.engine.core.directives import WorkerDirective
-from holdfast.engine.core.table_places import ServerLayout
+from holdfast.engine.core.hosted_service import ServerLayout
 from holdfast.engine.core.types import Tick, ViewNumber, WorkerId
 
 FIRST = 0  # the member of this rank collects which members are done
@@ -255,7 +255,7 @@ class StepKept:
 
 @dataclass(frozen=True, slots=True)
 class StateLost:
-    """A part of the job's state that no worker holds is gone: rows of tables on servers."""
+    """A part of the job's state that no worker holds is gone: contents of servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +333,7 @@ class EventNoted:
 
 @dataclass(frozen=True, slots=True)
 class HeirsSeen:
-    """The heirs and servers at these addresses have all their rows.
+    """The heirs and servers at these addresses have their whole shares.
 
     Heirs are second processes of servers that move. Servers are named only while their number
     changes. `layout`: the newest layout known to this worker.

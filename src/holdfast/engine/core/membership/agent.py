@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from holdfast.engine.core.directives import AgentReport, Directive, Move, WorkerDirective
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import assert_never, require
+from holdfast.engine.core.hosted_service import RunningServer
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership.departure import Departure, MoveOrders, OwnJob
 from holdfast.engine.core.membership.lease import CoordinatorContact
@@ -27,7 +28,6 @@ from holdfast.engine.core.membership.node_process import (
 )
 from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.redundancy import KeptPieces
-from holdfast.engine.core.table_places import RunningServer
 from holdfast.engine.core.types import NO_VIEW, AgentId, Incarnation, ProcessRole, Tick, WorkerId
 from holdfast.engine.core.worker_status import WorkerStatus
 
@@ -145,7 +145,7 @@ class MemoryHeld:
 
 @dataclass(frozen=True, slots=True)
 class ServersRun:
-    """Reports the servers of tables that listen on this node."""
+    """Reports the servers that listen on this node."""
 
     servers: tuple[RunningServer, ...]
 

@@ -35,7 +35,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class ServersAsked:
-    """An operator wants the rows of tables to be on `count` servers."""
+    """An operator wants the hosted service to be on `count` servers."""
 
     count: int
 

@@ -57,7 +57,7 @@ def decide_on_wrong(facts: Facts, job: JobState) -> Plan:
 
 
 def decide_servers(facts: Facts, job: JobState) -> Plan:
-    """Place the servers of tables, and move them."""
+    """Place the servers of the hosted service, and move them."""
     places, lines = job.servers.review(facts)
     return [Remember(places), *lines]
 

@@ -51,7 +51,7 @@ class Departure:
         """Return whether the job is over, or this node leaves and the job needs it no more.
 
         Its servers are needed until the coordinator knows of the departure, and then until their
-        heirs elsewhere have all rows. Its pieces of the state are needed until the coordinator
+        heirs elsewhere have all contents. Its pieces of the state are needed until the coordinator
         frees it by a report that lists them. If it has not answered for very long (`alone`), it has
         given them up. But neither is needed for longer than the node is there.
         """

@@ -127,7 +127,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return True
 
     def _obey(self, order: StopRequested | ServersAsked, now: float) -> list[Announce]:
-        assert isinstance(order, StopRequested), "a group has no servers of tables"
+        assert isinstance(order, StopRequested), "a group has no hosted service"
         self._outcome, self._changed = order.reason, True
         self._end_signal = order.signal
         return [Announce("stop", order.reason)]

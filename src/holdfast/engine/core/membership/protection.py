@@ -31,7 +31,7 @@ class Protection:
     redundancy: Redundancy
     #: The number of shards that nodes list separately: no node holds all of them.
     shards: int = 1
-    #: The servers of tables: no node keeps copies of their rows.
+    #: The servers of the hosted service: no node keeps copies of their contents.
     servers: int = 0
     #: The loss that the newest view does not protect from.
     weakness: str = ""
@@ -39,7 +39,7 @@ class Protection:
     failed_in: ViewNumber = NO_VIEW
     #: A failing recall, and the time of its first attempt.
     failing: tuple[Recall, float] | None = None
-    #: Pieces of views up to this one belong to rows that are lost.
+    #: Pieces of views up to this one belong to contents of servers that are lost.
     useless: ViewNumber = NO_VIEW
 
     def protect(self, view: View, old: View | None, roster: Roster) -> tuple[Protection, View]:
@@ -133,9 +133,9 @@ class Protection:
     def note_failures(self, facts: Facts, durable: Durable, *, is_discarded: bool) -> Protection:
         """Return this with what members could not recall by now, the newest ones in this view.
 
-        `is_discarded`: the workers have given their states up, perhaps since rows of tables are
-        lost. Then the pieces that nodes have of them are of no use. Only a checkpoint has rows as
-        well, also where the pieces are of the same step.
+        `is_discarded`: the workers have given their states up, perhaps because contents of
+        servers are lost. Then the pieces that nodes have of them are of no use. Only a checkpoint
+        has such contents as well, also where the pieces are of the same step.
         """
         view = facts.view
         if is_discarded and self.servers and view is not None:

@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.domains import Domains
+from holdfast.engine.core.hosted_service import RunningServer
 from holdfast.engine.core.job_record import JobRecord, Slot
 from holdfast.engine.core.redundancy import KeptPieces
-from holdfast.engine.core.table_places import RunningServer
 from holdfast.engine.core.types import AgentId, Incarnation, ProcessRole, WorkerId
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
 

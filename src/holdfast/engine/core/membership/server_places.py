@@ -1,14 +1,14 @@
-"""Decides on which node each server of tables runs, as one of the coordinator's decisions.
+"""Decides on which node each server of a hosted service runs, for the coordinator.
 
 A server stays where it is until its node is lost, is drained or has left. If the node is drained, a
-second process of the server, its heir, copies the rows on another node. It takes the server's place
-once a worker has seen that it has all of them. Only workers can fill an heir, so it also takes over
-if no worker has trained for a while. No process must be fenced: two processes of one server hold
-the same rows, and no worker asks the one that is not in the book.
+second process of the server, its heir, copies the contents on another node. It takes the server's
+place once a worker has seen that it has all of them. Only workers can fill an heir, so it also
+takes over if no worker has trained for a while. No process must be fenced: two processes of one
+server have the same contents, and no worker asks a process that is not in the book.
 
-The number of servers may change while the job trains. New servers copy their rows, while the former
-ones still get every update. Once all have their rows, and every member of the view knows where they
-are, the servers that are not needed any more end.
+The number of servers may change while the job trains. New servers copy their shares, while the
+former ones still get every update. Once all have their shares, and every member of the view knows
+where they are, the servers that are not needed any more end.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.engine.core.hosted_service import ServerLayout, ServerPlace
 from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.facts import Facts, is_given_up
 from holdfast.engine.core.membership.formation import LEAVE_RESERVE_S
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.policies import CoordinatorPolicy, LeasePolicy
-from holdfast.engine.core.table_places import ServerLayout, ServerPlace
 from holdfast.engine.core.types import AgentId
 from holdfast.engine.core.worker_status import WorkerStatus
 
@@ -81,17 +81,17 @@ class ServerPlaces:
         return dataclasses.replace(self, layout=newest, is_guess=self.is_guess and not known)
 
     def scale(self, goal: int) -> tuple[ServerPlaces, list[Announce]]:
-        """Begin to bring all rows to `goal` servers: return this with that aim, and a line if new.
+        """Begin to use `goal` servers: return this with that aim, and a line if it is new.
 
-        Another change that is under way ends, since all rows are still on the former servers.
+        Another change that is under way ends, since the former servers still have all contents.
         """
         layout = self.layout
         if goal == layout.goal:
             return self, []
         asked = ServerLayout(number=layout.number + 1, count=layout.count, goal=goal)
-        text = f"tables go from {name_count(layout.count)} to {goal}"
+        text = f"the service goes from {name_count(layout.count)} to {goal}"
         if not asked.is_changing:
-            text = f"tables stay on {name_count(goal)}"
+            text = f"the service stays on {name_count(goal)}"
         return dataclasses.replace(self, layout=asked), [Announce("server", text)]
 
     @property
@@ -141,7 +141,7 @@ class _Review:
             _find_addresses(facts, each) for each in (places.posts, places.heirs)
         )
         # The words of a worker that goes by an earlier layout do not count: there, a server may
-        # have had all its rows although it lacks some now.
+        # have had its whole share although it lacks some now.
         self._complete = {a for s in facts.known if self._knows_layout(s) for a in s.heirs}
 
     def go_through(self) -> Iterator[Announce]:
@@ -158,7 +158,7 @@ class _Review:
                 yield from self._move(number, self.posts[number])
         if self.layout.is_changing and self._is_laid_out():
             number, goal = self.layout.number + 1, self.layout.goal
-            yield Announce("server", f"tables are on {name_count(goal)} now")
+            yield Announce("server", f"the service is on {name_count(goal)} now")
             self.layout = ServerLayout(number=number, count=goal, goal=goal)
             self._drop_surplus()
 
@@ -169,7 +169,7 @@ class _Review:
                 del places[number]
 
     def _is_laid_out(self) -> bool:
-        """Return whether each server has all its rows, and every member goes by this layout."""
+        """Return whether each server has its whole share, and every member goes by this layout."""
         statuses = [self._facts.status(member) for member in self._facts.members]
         posts = [self.posts.get(number) for number in range(self.layout.goal)]
         return (
@@ -215,7 +215,7 @@ class _Review:
     def _recall(self, number: int) -> Post | None:
         """Return a node that runs this server, which a coordinator may have forgotten.
 
-        A drained node takes precedence: any other may have no rows yet.
+        A drained node takes precedence: any other may be empty yet.
         """
         found = {
             name: Post(name, server.address, server.order)

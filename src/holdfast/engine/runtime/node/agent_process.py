@@ -29,7 +29,7 @@ from holdfast.engine.core.errors import OtherJob, WorldError, assert_never, firs
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership import agent as machine
 from holdfast.engine.core.membership.liveness import FreezePolicy
-from holdfast.engine.core.servers.server_host import BookArrived, ServerHost
+from holdfast.engine.core.membership.server_host import BookArrived, ServerHost
 from holdfast.engine.core.types import AgentId, Incarnation, Tick, WorkerId
 from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.host.external_checks import ExternalCheck, load_checks

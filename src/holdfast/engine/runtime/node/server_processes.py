@@ -1,4 +1,4 @@
-"""Starts, watches and ends the servers of tables on one node, for core/servers/server_host.py.
+"""Starts, watches and ends the servers of a hosted service on one node, for `ServerHost`.
 
 Everything runs in the agent's event loop. The output of a server goes to a log file in the run
 directory.
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import IO
 
 from holdfast.engine.core.errors import assert_never
+from holdfast.engine.core.hosted_service import RunningServer
+from holdfast.engine.core.membership import server_host as machine
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy
-from holdfast.engine.core.servers import server_host as machine
-from holdfast.engine.core.table_places import RunningServer
 from holdfast.engine.core.types import Tick
 from holdfast.engine.host.lifetime import sample_process
 from holdfast.engine.runtime.event_loops import DeadlineTimer

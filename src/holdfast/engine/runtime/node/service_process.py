@@ -22,7 +22,6 @@ from holdfast.engine.runtime.node import bootstrap
 from holdfast.engine.runtime.rundir import RunDir
 
 MODULE = "holdfast.engine.runtime.node.service_process"
-SERVICE = "tables"
 ADDRESS_FD = "HOLDFAST_ADDRESS_FD"
 
 
@@ -37,7 +36,8 @@ def main(argv: list[str]) -> int:
 
     spec = RunDir(Path(os.environ["HOLDFAST_RUN_DIR"])).spec()
     # Its modules take seconds to import.
-    address = find_service(SERVICE).listen(spec, identity, os.environ["HOLDFAST_HOST"], print_line)
+    service = find_service(spec.servers.service)
+    address = service.listen(spec, identity, os.environ["HOLDFAST_HOST"], print_line)
     descriptor = int(os.environ[ADDRESS_FD])
     os.write(descriptor, address.encode() + b"\n")
     os.close(descriptor)

@@ -92,7 +92,7 @@ class WorkerTemplate:
         return found
 
     def common_environment(self) -> dict[str, str]:
-        """Return the environment that workers and servers of tables have in common."""
+        """Return the environment that workers and servers have in common."""
         inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
         peer_key = secret.derive_peer_key(self.run_dir.secret(), self.spec.job)
         return {

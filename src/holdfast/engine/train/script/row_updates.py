@@ -7,19 +7,13 @@ parameters, which may clip the committed gradients before. Must not know what a 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.servers.heirs import HeirProgress, HolderAnswer
-from holdfast.engine.core.servers.placement import lay_out, share_out
-from holdfast.engine.core.table_places import ServerLayout
-from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.train.step.table_parameters import RowGradient, find_keyed_gradient
 
 ATTRIBUTE = "row_optimizer"
@@ -31,89 +25,6 @@ NOT_UPDATED = (
 T = TypeVar("T")
 
 
-class HeirWatch:
-    """Reports which new processes of servers have all rows, and the newest layout of the rows.
-
-    `report`: is called with both whenever one changes. Threads may share it.
-    """
-
-    def __init__(
-        self,
-        layout: ServerLayout,
-        replicas: int,
-        report: Callable[[tuple[str, ...], ServerLayout], object],
-    ) -> None:
-        self._report = report
-        self._told: tuple[tuple[str, ...], ServerLayout | None] = ((), None)
-        self._progress = HeirProgress(layout, replicas)
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        """Report for the first time."""
-        with self._lock:
-            self._report_news()
-
-    @property
-    def layout(self) -> ServerLayout:
-        """Return the newest layout."""
-        return self._progress.layout
-
-    def change_layout(self, layout: ServerLayout) -> None:
-        """Go by another layout, if it is newer."""
-        with self._lock:
-            if layout.number > self.layout.number:
-                self._progress.change_layout(layout)
-                self._report_news()
-
-    def add_group(self, group: str) -> None:
-        """Add a group of tables."""
-        with self._lock:
-            self._progress.add_group(group)
-
-    def record_answer(self, group: str, answer: HolderAnswer) -> None:
-        """Record a server's answer to an update: see HeirProgress."""
-        with self._lock:
-            self._progress.record_answer(group, answer)
-            self._report_news()
-
-    def record_silence(self, group: str, server: int) -> None:
-        """Record that a server has not answered, or does not exist."""
-        with self._lock:
-            self._progress.record_silence(group, server)
-            self._report_news()
-
-    def _report_news(self) -> None:
-        found = self._progress.list_complete(), self.layout
-        if found != self._told:
-            self._told = found
-            self._report(*found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerAccess:
-    """Describes how a worker reaches the servers that hold rows.
-
-    `staleness`: how many of the last updates a read leaves out. `find_address`: returns where a
-    server listens, empty while that is not known. `find_heir`: likewise for a second process of the
-    server, which copies its rows to another node; empty if there is none. `heirs`: knows the layout
-    of the rows, and receives the progress of new processes. `find_part`: returns this worker's
-    place among the members and their number, or None if it is none now. `lose`: gives this worker's
-    state up, since rows are lost, and does not return. `tell`: adds a line to the job's events.
-    `can_write`: returns whether rows may be written now, and not only as the next step begins.
-    """
-
-    replicas: int
-    staleness: int
-    identity: PeerIdentity
-    find_address: Callable[[int], str]
-    find_heir: Callable[[int], str]
-    heirs: HeirWatch
-    find_part: Callable[[], tuple[int, int] | None]
-    lose: Callable[[str], object]
-    tell: Callable[[str], object]
-    can_write: Callable[[], bool] = lambda: True
-
-
 class RowUpdates:
     """Knows the optimizers of the protected modules' rows, by the names of these modules.
 
@@ -123,7 +34,6 @@ class RowUpdates:
 
     def __init__(self) -> None:
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._access: ServerAccess | None = None
         # Names of trained tables, with the name of the optimizer of each.
         self._names: dict[str, str] = {}
         self._others: dict[str, Any] = {}  # protected objects that are no modules
@@ -201,49 +111,6 @@ class RowUpdates:
                     f"job.protect({name}=...): this {type(value).__name__} has the parameters of "
                     f"{table}, whose rows the job updates itself: leave them out of the optimizer"
                 )
-
-    def connect(self, access: ServerAccess) -> None:
-        """Give the job's servers to all optimizers whose rows are there. UserError."""
-        if not self._optimizers:
-            raise UserError(
-                "the job has servers for tables (--servers), but the script protects no table of "
-                "holdfast.tables: protect it, or leave --servers out"
-            )
-        for name, optimizer in self._optimizers.items():
-            connect = getattr(optimizer, "connect", None)
-            if connect is None:
-                table = name.removesuffix(f".{ATTRIBUTE}")
-                raise UserError(
-                    f"{table} was made before holdfast.join(), so its rows are in this worker and "
-                    "not on the job's servers: make tables after holdfast.join()"
-                )
-            connect(access)
-        self._access = access
-
-    def save(self, step: int, token: str, first: int) -> int:
-        """Order all servers to save the present rows, as shares from number `first` on.
-
-        Returns how many shares of the checkpoint these are.
-        """
-        access = self._access
-        if access is None:
-            return 0
-        parts = share_out(lay_out(access.heirs.layout, access.replicas))
-        start = first
-        for _, optimizer in sorted(self._optimizers.items()):
-            optimizer.save(step, token, start, parts)  # type: ignore[attr-defined]
-            start += len(parts)
-        return start - first
-
-    def note_checkpoint(self, step: int) -> None:
-        """Record that the state has come from a checkpoint, which holds all rows as well."""
-        for optimizer in self._optimizers.values() if self._access is not None else ():
-            optimizer.note_checkpoint(step)  # type: ignore[attr-defined]
-
-    def write(self) -> None:
-        """Send the rows to the servers that the script has written before this step."""
-        for optimizer in self._optimizers.values() if self._access is not None else ():
-            optimizer.write()  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------ the steps
 

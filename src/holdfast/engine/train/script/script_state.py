@@ -24,6 +24,7 @@ from holdfast.engine.train.data.read_plans import OrderPosition, Position
 from holdfast.engine.train.data.sample_digest import Facts, find_difference
 from holdfast.engine.train.script.rank_states import RankStates
 from holdfast.engine.train.script.row_updates import RowUpdates
+from holdfast.engine.train.script.service_link import HostedService
 from holdfast.engine.train.step.module_attributes import ModuleAttributes
 from holdfast.engine.train.step.state_differences import SAME_DATA
 from holdfast.engine.train.step.trained import TrainedParameters
@@ -271,6 +272,7 @@ class ScriptState:
         self.attributes = ModuleAttributes([])
         self.rank_states = rank_states or RankStates()
         self.row_updates = RowUpdates()
+        self.service = HostedService()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything, in plain values."""

@@ -301,7 +301,7 @@ class ScriptThread:
         next_order = partial(self._guard.next_order, driver)
         while not isinstance(order := self._recorder.rest(next_order), ef.Begin):
             if isinstance(order, ef.CopyState):
-                self.progress.row_updates.write()
+                self.progress.service.write()
                 driver.post(self._mover.copy(order))
         self._first = self.number if self._first is None else self._first
         if self.number > len(self.progress.ended):

@@ -316,7 +316,7 @@ class StepRunner:
         rows = self.progress.row_updates
         if kind is StepKind.GRADIENTS or not rows.waits_for_script:
             self.runner.settle_rows(self.progress)
-        rows.write()
+        self.progress.service.write()
         if kind is StepKind.GRADIENTS:
             trained = self.progress.trained
             if (found := trained.look(of)) is not None:

@@ -21,7 +21,7 @@ from types import FrameType
 from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.errors import WireError
 from holdfast.engine.core.ground.events import Directed
-from holdfast.engine.core.table_places import ServerLayout
+from holdfast.engine.core.hosted_service import ServerLayout
 from holdfast.engine.core.types import RELEASE_ALL, AgentId, Peer, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker_status import WorkerStatus

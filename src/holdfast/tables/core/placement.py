@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.engine.core.errors import require
-from holdfast.engine.core.table_places import ServerLayout
+from holdfast.engine.core.hosted_service import ServerLayout
 
 SHARDS = 16  # in each table; key k is in shard k % SHARDS
 HEIRS = 1 << 16  # the heir of server N has the number HEIRS + N

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.engine.core.errors import require
-from holdfast.engine.core.servers.holdings import BARE, ShardStanding
+from holdfast.tables.core.holdings import BARE, ShardStanding
 
 GIVES_MAX = 3  # times that one server is given updates of a shard within a round
 DENIALS_MAX = 5  # answers of all holders of a shard without its rows, before it counts as lost

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.engine.core.servers import reading
-from holdfast.engine.core.servers.holdings import (
+from holdfast.engine.core.hosted_service import ServerLayout
+from holdfast.tables.core import reading
+from holdfast.tables.core.holdings import (
     BARE,
     WINDOW,
     AdoptCopy,
@@ -22,14 +23,14 @@ from holdfast.engine.core.servers.holdings import (
     ShardStanding,
     UpdateArrived,
 )
-from holdfast.engine.core.servers.placement import (
+from holdfast.tables.core.placement import (
     SHARDS,
     choose_savers,
     find_holders,
     find_shards,
     lay_out,
 )
-from holdfast.engine.core.servers.reading import (
+from holdfast.tables.core.reading import (
     Ask,
     FindRight,
     Give,
@@ -43,7 +44,6 @@ from holdfast.engine.core.servers.reading import (
     can_begin_from,
     find_common,
 )
-from holdfast.engine.core.table_places import ServerLayout
 
 
 def hold(*shards: int, window: int = WINDOW) -> Holdings:

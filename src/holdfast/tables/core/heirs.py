@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.engine.core.servers.holdings import ShardStanding
-from holdfast.engine.core.servers.placement import HEIRS, find_shards, lay_out
-from holdfast.engine.core.table_places import ServerLayout
+from holdfast.engine.core.hosted_service import ServerLayout
+from holdfast.tables.core.holdings import ShardStanding
+from holdfast.tables.core.placement import HEIRS, find_shards, lay_out
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast.engine.core.errors import assert_never, require
-from holdfast.engine.core.table_places import RunningServer, ServerPlace
+from holdfast.engine.core.hosted_service import RunningServer, ServerPlace
 from holdfast.engine.core.types import AgentId, Tick
 
 BACKOFF_S = 0.25

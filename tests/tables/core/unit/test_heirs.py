@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
-from holdfast.engine.core.servers.heirs import HeirProgress, HolderAnswer
-from holdfast.engine.core.servers.holdings import ShardStanding
-from holdfast.engine.core.servers.placement import HEIRS, find_shards, lay_out
-from holdfast.engine.core.table_places import ServerLayout
-from holdfast.engine.train.script.row_updates import HeirWatch
+from holdfast.engine.core.hosted_service import ServerLayout
+from holdfast.engine.core.job_spec import ServerSettings
+from holdfast.engine.train.script.service_link import ServiceLink
+from holdfast.tables.core.heirs import HeirProgress, HolderAnswer
+from holdfast.tables.core.holdings import ShardStanding
+from holdfast.tables.core.placement import HEIRS, find_shards, lay_out
+from holdfast.tables.server_access import ServerAccess
 
 WHOLE = ShardStanding()
 TWO = ServerLayout(count=2, goal=2)
@@ -64,10 +68,15 @@ def test_an_heir_that_is_silent_or_starts_again_has_to_prove_itself_again() -> N
     assert found.list_complete() == ("node0:8",)
 
 
-def watched() -> tuple[HeirWatch, list[tuple[tuple[str, ...], int]]]:
+def watched() -> tuple[ServerAccess, list[tuple[tuple[str, ...], int]]]:
     """Return a watch of one group, and its reports: complete processes, and the layout's number."""
     told: list[tuple[tuple[str, ...], int]] = []
-    watch = HeirWatch(TWO, 1, lambda complete, layout: told.append((complete, layout.number)))
+
+    def report(complete: tuple[str, ...], layout: ServerLayout) -> None:
+        told.append((complete, layout.number))
+
+    link = SimpleNamespace(layout=TWO, settings=ServerSettings(count=2), report=report)
+    watch = ServerAccess(cast(ServiceLink, link))
     watch.add_group("a")
     watch.begin()
     return watch, told

@@ -1,4 +1,4 @@
-"""Names the servers of tables, the nodes that they are on and the layout of their rows. Pure."""
+"""Names the servers of a hosted service, their nodes and the layout of their contents. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.engine.core.types import AgentId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningServer:
-    """Names a process that serves rows of tables on a node."""
+    """Names a process of a hosted service on a node."""
 
     number: int
     #: It grows within one incarnation of the agent.
@@ -23,10 +23,10 @@ class RunningServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLayout:
-    """Gives the number of servers that hold the rows of tables, and the number that is wanted.
+    """Gives the number of servers that share the contents of a service, and the number wanted.
 
-    While `goal` differs from `count`, the first `count` servers have all rows, and the first `goal`
-    servers copy their future rows.
+    While `goal` differs from `count`, the first `count` servers have all contents, and the first
+    `goal` servers copy their future shares.
     """
 
     #: The number grows with each change.
@@ -36,7 +36,7 @@ class ServerLayout:
 
     @property
     def is_changing(self) -> bool:
-        """Return whether rows are being copied to another number of servers."""
+        """Return whether contents are being copied to another number of servers."""
         return self.goal != self.count
 
     @property
@@ -47,13 +47,13 @@ class ServerLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlace:
-    """Names the node of a server of tables."""
+    """Names the node of a server."""
 
     number: int
     agent: AgentId
     #: The address at which it listens, if known.
     address: str = ""
-    #: The process copies the server's rows, and then takes the server's place.
+    #: The process copies the server's contents, and then takes the server's place.
     heir: bool = False
     #: The number of places that the server had before. Each place has a process of its own.
     order: int = 0

@@ -9,13 +9,11 @@ import pytest
 
 from holdfast.engine.core.directives import Directive
 from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.hosted_service import RunningServer, ServerLayout, ServerPlace
 from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership.departure import Departure
 from holdfast.engine.core.membership.formation import LEAVE_RESERVE_S
-from holdfast.engine.core.membership.server_places import ServerPlaces
-from holdfast.engine.core.policies import CoordinatorPolicy
-from holdfast.engine.core.servers.placement import find_holders
-from holdfast.engine.core.servers.server_host import (
+from holdfast.engine.core.membership.server_host import (
     BookArrived,
     EndServer,
     ServerEnded,
@@ -25,9 +23,11 @@ from holdfast.engine.core.servers.server_host import (
     StartServer,
     TellServers,
 )
-from holdfast.engine.core.table_places import RunningServer, ServerLayout, ServerPlace
+from holdfast.engine.core.membership.server_places import ServerPlaces
+from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.types import AgentId, Incarnation, Tick
 from holdfast.engine.core.views import View
+from holdfast.tables.core.placement import find_holders
 from roster_kit import LEASE, Cluster, member, stopped, view_of
 
 
@@ -375,14 +375,14 @@ class Scaling:
 
 def test_tables_are_on_more_servers_once_each_has_all_rows() -> None:
     scaling = Scaling(3)
-    assert scaling.lines == ["tables go from 2 servers to 3"]
+    assert scaling.lines == ["the service goes from 2 servers to 3"]
     assert (scaling.layout.count, scaling.layout.goal) == (2, 3)
     assert [p.number for p in scaling.places.book] == [0, 1, 2]
     scaling.running.append(running(2, "h:2"))
     scaling.hear(0, "h:0", "h:1", layout=scaling.layout)
     assert scaling.review() == []
     scaling.hear(0, "h:0", "h:1", "h:2", layout=scaling.layout)
-    assert scaling.review() == ["tables are on 3 servers now"]
+    assert scaling.review() == ["the service is on 3 servers now"]
     assert (scaling.layout.count, scaling.layout.goal) == (3, 3)
 
 
@@ -390,7 +390,7 @@ def test_former_servers_stay_until_the_others_have_their_rows() -> None:
     scaling = Scaling(1)
     assert [p.number for p in scaling.places.book] == [0, 1]
     scaling.hear(0, "h:0", layout=scaling.layout)
-    assert scaling.review() == ["tables are on 1 server now"]
+    assert scaling.review() == ["the service is on 1 server now"]
     assert [p.number for p in scaling.places.book] == [0]
 
 
@@ -409,7 +409,7 @@ def test_every_member_knows_the_layout_before_it_is_left() -> None:
     scaling.hear(1, layout=replace(scaling.layout, number=0, goal=2))
     assert scaling.review() == []
     scaling.hear(1, layout=scaling.layout)
-    assert scaling.review() == ["tables are on 1 server now"]
+    assert scaling.review() == ["the service is on 1 server now"]
 
 
 def test_another_order_replaces_one_that_is_under_way() -> None:
@@ -417,10 +417,10 @@ def test_another_order_replaces_one_that_is_under_way() -> None:
     places, lines = scaling.places.scale(3)
     assert (places, lines) == (scaling.places, [])
     places, lines = places.scale(4)
-    assert [line.text for line in lines] == ["tables go from 2 servers to 4"]
+    assert [line.text for line in lines] == ["the service goes from 2 servers to 4"]
     assert places.layout == ServerLayout(number=2, count=2, goal=4)
     places, lines = places.scale(2)
-    assert [line.text for line in lines] == ["tables stay on 2 servers"]
+    assert [line.text for line in lines] == ["the service stays on 2 servers"]
     places, _ = places.review(scaling.cluster.facts(view_of(0)))
     assert [p.number for p in places.book] == [0, 1]
 

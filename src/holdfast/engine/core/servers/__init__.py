@@ -1,1 +1,0 @@
-"""Decides where rows of tables are, how far each server is, and whom to ask for rows."""
