@@ -330,7 +330,7 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Sets the processes of a hosted service: those that hold the rows of holdfast.tables."""
+    """Sets the servers of a hosted service, which is holdfast.tables unless a plugin has another."""
 
     count: int = setting(
         0,
@@ -360,7 +360,7 @@ class ServerSettings:
     )
     service: str = setting(
         TABLES,
-        "the hosted service that the servers run: embedding tables, or one that a plugin brings",
+        "the hosted service that the servers run: embedding tables, or a plugin's service",
         metavar="NAME",
     )
     copy_rate: int = setting(
