@@ -249,6 +249,8 @@ class YarnLab:
             "yarn.webapp.api-service.enable": "true",
             "yarn.scheduler.minimum-allocation-mb": "128",
             "yarn.nm.liveness-monitor.expiry-interval-ms": str(SILENT_MS),
+            # A master whose host came back before it counted as lost is missed by this alone.
+            "yarn.am.liveness-monitor.expiry-interval-ms": str(2 * SILENT_MS),
             f"{service}.base.path": f"{folder}/services",
             f"{service}.am-resource.memory": "512",
             f"{service}.am.java.opts": f"-Xmx256m -Djdk.net.hosts.file={self._names}",

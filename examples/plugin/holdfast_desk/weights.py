@@ -75,7 +75,7 @@ def compute_weight(number: int) -> float:
 
 
 def connect(link: ServiceLink, protected: Mapping[str, Any]) -> ServiceClient:
-    """Let all protected `Weights` ask the job's servers."""
+    """Connect all protected `Weights` with the servers of the job."""
     client = WeightsClient(link)
     for value in protected.values():
         if isinstance(value, Weights):
@@ -95,11 +95,11 @@ class Weights:
         return self.client.ask(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a weight is a function of its sample."""
+        """Return an empty state: a weight is a function of its sample."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over nothing."""
+        """Accept an empty state."""
 
 
 class WeightsClient(ServiceClient):
@@ -148,5 +148,5 @@ class WeightsClient(ServiceClient):
             self._layout = layout
 
     def save(self, step: int, token: str, first: int) -> int:
-        """Save nothing, as the servers have no contents."""
+        """Return 0, because the servers have no contents to save."""
         return 0

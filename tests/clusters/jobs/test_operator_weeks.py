@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,9 +31,9 @@ from labs.cluster_run import OPTIONS, SCRIPT, run_undisturbed
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import KubernetesCluster
 from labs.kubernetes_run import JobHarness, KubernetesRun
-from labs.operator_week import OperatorWeek
+from labs.operator_week import LOOK_S, OperatorWeek
 from labs.ray_cluster import RayCluster
-from labs.slurm_cluster import SlurmCluster, our_processes
+from labs.slurm_cluster import SlurmCluster, command_of, our_processes
 from labs.slurm_run import SlurmRun
 from labs.yarn_lab import YarnLab
 
@@ -40,6 +41,7 @@ from labs.yarn_lab import YarnLab
 # that the job runs as fast as it can.
 STEPS = ("1500", "0.8")
 HOSTS, NODES, ACTS = 4, 3, 8
+GONE_S = 60.0  # for the manager to end the processes of a job that is over
 END_S = 900.0  # the steps that are left, on a busy machine
 
 first, _, end = os.environ.get("HOLDFAST_WEEKS", "0:0").partition(":")
@@ -65,6 +67,9 @@ def find_serving(run: Watched, observe: Callable[[], Sequence[Placement]]) -> di
         return {}
     hosts = {str(p.id): p.host for p in held}
     return {name: hosts[name] for name in names} if set(names) <= set(hosts) else {}
+
+
+ADVICE = "starts another service"  # where YARN keeps a host empty
 
 
 class LaunchedJob:
@@ -110,10 +115,18 @@ class LaunchedJob:
         """Let the job go on to its end, and return its digest; nothing is left."""
         self.go.touch()
         self.run.wait(END_S)
+        self._await_ends()
         finish(self.run)
         written = "\n".join(path.read_text() for path in self.folder.glob("logs/hf-*.txt"))
         (found,) = re.findall("^[0-9a-f]{64}$", written, re.MULTILINE)
         return str(found)
+
+    def _await_ends(self) -> None:
+        """Wait until the manager has ended all processes of the job, which it may do by and by."""
+        deadline = time.monotonic() + GONE_S
+        while left := self.run.leftovers():
+            assert time.monotonic() < deadline, [command_of(pid) for pid in left]
+            time.sleep(LOOK_S)
 
     def _lose_fleet(self) -> Iterable[str]:
         """Kill the process that asks for nodes, and wait until there is another one."""
@@ -137,23 +150,34 @@ class LaunchedJob:
     def _resume(self) -> Iterable[str]:
         nodes = self.serving()
         self.run.signal(signal.SIGKILL)
+        self._go_on()
+        return nodes
+
+    def _go_on(self) -> None:
+        """Resume the job, whose launcher has ended."""
         self.run.__exit__()
         self.run = LocalRun(self.folder, [], [], command=("resume", str(self.folder)))
         self.run.__enter__()
-        return nodes
 
 
 class YarnJob(LaunchedJob):
     """Is a job on a lab's ResourceManager."""
 
     # A host counts as lost after 10 s, its container and master after 10 s more each; where YARN
-    # keeps a host empty, the job asks by another service after a minute.
-    notice_s = 90.0
+    # keeps a host empty, the job says so after a minute, and the operator does as it advises.
+    notice_s = 120.0
 
     def __init__(self, folder: Path, lab: YarnLab) -> None:
         super().__init__(folder, ("yarn", "--rm", lab.url, "--memory", "1024"))
         self.hosts, self._lab = lab.hosts, lab
         self.kill, self.away = lab.kill, lab.away
+
+    def serving(self) -> dict[str, str]:
+        if ADVICE in self.run.log():
+            self.run.signal(signal.SIGTERM)
+            self.run.wait(END_S)
+            self._go_on()
+        return super().serving()
 
     def observe(self) -> Sequence[Placement]:
         return asyncio.run(self._observe())

@@ -330,7 +330,7 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Sets the servers of a hosted service, which is holdfast.tables unless a plugin has another."""
+    """Sets the servers of a hosted service, which is holdfast.tables unless another is named."""
 
     count: int = setting(
         0,
