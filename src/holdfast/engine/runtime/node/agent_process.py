@@ -57,7 +57,7 @@ from holdfast.engine.runtime.node import bootstrap
 from holdfast.engine.runtime.node.fork_server import LocalProcess
 from holdfast.engine.runtime.node.gpu_shares import free_place
 from holdfast.engine.runtime.node.group_watch import GroupWatch, run_forking
-from holdfast.engine.runtime.node.notices import NoticeSource, notice_source
+from holdfast.engine.runtime.node.notices import NoticeSource, list_notices, notice_source
 from holdfast.engine.runtime.node.server_processes import ServerProcesses
 from holdfast.engine.runtime.node.usage_watch import UsageWatch
 from holdfast.engine.runtime.node.worker_process import (
@@ -95,7 +95,6 @@ CLOCK_S = 300.0  # between two measurements of this node's clock
 CLOCK_FIRST_S = 1.0  # the same, for the first ones
 CLOCK_FIRST = 5
 RECONNECT_S = 0.1
-NOTICE_EVERY_S = 2.0  # interval between two questions for notices of this machine's end
 MEND_S = 5.0  # between two rounds of verifying pieces in memory
 HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01
@@ -262,18 +261,8 @@ class AgentServer:
 
     async def _watch_notices(self, source: NoticeSource) -> None:
         """Leave the job once a notice announces the end of this machine."""
-        problem = ""
-        while True:
-            try:
-                found = await asyncio.to_thread(source.poll)
-                if found is not None:
-                    leave = machine.Drained(found.reason, leave=True, deadline_s=found.in_s)
-                    self._feed(leave)
-            except (OSError, WorldError) as error:
-                if not problem:
-                    problem = first_line(error)
-                    say(f"no notices can be heard ({problem})")
-            await asyncio.sleep(NOTICE_EVERY_S)
+        async for found in list_notices(source, say):
+            self._feed(machine.Drained(found.reason, leave=True, deadline_s=found.in_s))
 
     async def _talk(self, contact: Contact, secret: bytes) -> None:
         """Keep a connection to the coordinator, for ever: it may be restarted at any time."""

@@ -7,17 +7,21 @@ notice, else with 200 and JSON: {"in_s": seconds from now, "reason": text}.
 
 from __future__ import annotations
 
+import asyncio
 import email.utils
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from http.client import HTTPException
 from typing import Any
 
 from holdfast.engine.core.errors import UserError, WorldError, first_line
+from holdfast.engine.net.standard_streams import RareLines
 from holdfast.engine.state.store.regular_files import parse_json
 
+EVERY_S = 2.0  # between two questions
 LIMIT_S = 5.0  # for one answer
 BYTES_MAX = 1 << 16
 LINK_LOCAL = "http://169.254.169.254"
@@ -54,7 +58,7 @@ class NoticeSource:
                     return self._azure(self.base or LINK_LOCAL)
                 case url:
                     return _read_own(_get(url, {}))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, HTTPException) as error:
             raise WorldError(f"an answer cannot be read: {first_line(error)}") from None
 
     def _aws(self, base: str) -> MachineNotice | None:
@@ -94,6 +98,22 @@ class NoticeSource:
             if event["EventType"] in AZURE_KINDS and (name or "") in event["Resources"]
         ]
         return min(notices, key=lambda notice: notice.in_s, default=None)
+
+
+async def list_notices(
+    source: NoticeSource, say: Callable[[str], object], every_s: float = EVERY_S
+) -> AsyncIterator[MachineNotice]:
+    """Ask for ever, and yield each notice. `say`: is called with each new problem, once."""
+    problems = RareLines(say)
+    while True:
+        try:
+            found = await asyncio.to_thread(source.poll)
+            problems.forget()
+            if found is not None:
+                yield found
+        except (OSError, WorldError) as error:
+            problems.put(f"no notices can be received ({first_line(error)})")
+        await asyncio.sleep(every_s)
 
 
 def notice_source(text: str) -> NoticeSource | None:

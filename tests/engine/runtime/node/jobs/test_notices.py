@@ -9,8 +9,10 @@ UTC.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
@@ -23,7 +25,12 @@ import pytest
 from conftest import RUN_S
 from holdfast.engine.core.errors import UserError, WorldError
 from holdfast.engine.runtime.local_run import LocalRun
-from holdfast.engine.runtime.node.notices import MachineNotice, NoticeSource, notice_source
+from holdfast.engine.runtime.node.notices import (
+    MachineNotice,
+    NoticeSource,
+    list_notices,
+    notice_source,
+)
 
 Answer = Callable[[str, str, dict[str, str]], tuple[int, str]]  # method, path, headers: a reply
 
@@ -133,6 +140,49 @@ def test_a_server_that_fails_is_told() -> None:
         polled("http://", lambda *_: (500, ""))
     with pytest.raises(OSError, match="refused"):
         NoticeSource("http://127.0.0.1:9/").poll()
+
+
+def test_a_server_that_speaks_no_http_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            channel, _ = server.accept()
+            with channel:
+                channel.recv(1 << 16)
+                channel.sendall(b"200 what?\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(WorldError, match="an answer cannot be read"):
+            NoticeSource(f"http://127.0.0.1:{server.getsockname()[1]}/").poll()
+        thread.join()
+
+
+def test_each_new_problem_of_a_source_is_printed_once() -> None:
+    notice = MachineNotice(in_s=1.0, reason="soon")
+    answers: list[Exception | MachineNotice | None] = [
+        *(OSError("a"), OSError("a"), WorldError("b")),
+        *(None, WorldError("b"), notice),
+    ]
+
+    class Unsteady(NoticeSource):
+        """Fails, answers and fails again."""
+
+        def poll(self) -> MachineNotice | None:
+            found = answers.pop(0)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    lines: list[str] = []
+
+    async def first() -> MachineNotice:
+        async for found in list_notices(Unsteady("aws"), lines.append, every_s=0.0):
+            return found
+        raise AssertionError
+
+    assert asyncio.run(first()) == notice
+    assert lines == [f"no notices can be received ({each})" for each in "abb"]
 
 
 def test_a_source_that_does_not_exist_is_refused() -> None:
