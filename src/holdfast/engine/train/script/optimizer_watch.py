@@ -61,7 +61,7 @@ class OptimizerWatch:
         if self._in_step():
             raise UserError(
                 f"{name}.step() was called within the loop over a step's batches, where gradients "
-                "are this worker's only: call it after that loop"
+                "are this worker's only: call it after that loop, and end the loop without `break`"
             )
         if self._known.get(id(optimizer)) == len(optimizer.param_groups):
             if id(optimizer) in self._inner:

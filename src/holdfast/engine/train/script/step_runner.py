@@ -308,8 +308,8 @@ class StepRunner:
         """
         if self.is_open:
             raise UserError(
-                "a step is not complete: go through all its batches before a call that workers "
-                "make together (evaluate, agree, another round)"
+                "a step is not complete: go through all its batches, without `break`, before a "
+                "call that workers make together (evaluate, agree, another round)"
             )
         data, guard = self._data, self.guard
         current.probe.boundary(self.at, guard.fingerprints.protected)
