@@ -5,7 +5,7 @@
     ...
     loss = weights.ask(number) * ...
 
-    holdfast run --servers 2 --service weights train.py
+    holdfast run --servers 2 --hosted-service weights train.py
 
 A weight is a function of the sample alone, so it does not matter which server gives it, nor how
 often one is lost. A service with contents of its own must copy them to new servers, and save them

@@ -91,7 +91,7 @@ def test_a_service_of_a_plugin_runs_on_servers_that_are_lost_and_move(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", installed)
     gate, weighted = tmp_path / "gate", str(SCRIPTS / "weighted.py")
-    options = ["--nproc", "2", "--virtual", "4", "--servers", "2", "--service", "weights"]
+    options = ["--nproc", "2", "--virtual", "4", "--servers", "2", "--hosted-service", "weights"]
     with LocalRun(tmp_path / "run", options, [weighted, str(gate)]) as run:
 
         def servers() -> set[int]:
@@ -116,11 +116,17 @@ def test_a_service_of_a_plugin_runs_on_servers_that_are_lost_and_move(
 def test_a_service_that_is_not_there_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, script = ["run", "--run-dir", str(tmp_path / "run"), "--service", "none"], [SCRIPT, "go"]
+    words, script = (
+        ["run", "--run-dir", str(tmp_path / "run"), "--hosted-service", "none"],
+        [SCRIPT, "go"],
+    )
     assert main([*words, "--servers", "1", *script]) == 2
     assert "there is no hosted service 'none': use one of tables" in capsys.readouterr().err
     assert main([*words, *script]) == 2
-    assert "--service none needs servers: say how many with --servers" in capsys.readouterr().err
+    assert (
+        "--hosted-service none needs servers: say how many with --servers"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "run").exists()
 
 

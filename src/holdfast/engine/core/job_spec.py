@@ -361,6 +361,7 @@ class ServerSettings:
     service: str = setting(
         TABLES,
         "the hosted service that the servers run: embedding tables, or a plugin's service",
+        flag="--hosted-service",
         metavar="NAME",
     )
     copy_rate: int = setting(
