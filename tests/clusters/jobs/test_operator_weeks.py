@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,17 +30,17 @@ from labs.cluster_run import OPTIONS, SCRIPT, run_undisturbed
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import KubernetesCluster
 from labs.kubernetes_run import JobHarness, KubernetesRun
-from labs.operator_week import LOOK_S, OperatorWeek
+from labs.operator_week import OperatorWeek
 from labs.ray_cluster import RayCluster
-from labs.slurm_cluster import SlurmCluster, command_of, our_processes
+from labs.slurm_cluster import SlurmCluster, our_processes
 from labs.slurm_run import SlurmRun
 from labs.yarn_lab import YarnLab
+from support import until
 
 # The number of steps, and the seconds that each takes until the acts are over: 20 minutes. After
 # that the job runs as fast as it can.
 STEPS = ("1500", "0.8")
 HOSTS, NODES, ACTS = 4, 3, 8
-GONE_S = 60.0  # for the manager to end the processes of a job that is over
 END_S = 900.0  # the steps that are left, on a busy machine
 
 first, _, end = os.environ.get("HOLDFAST_WEEKS", "0:0").partition(":")
@@ -115,18 +114,12 @@ class LaunchedJob:
         """Let the job go on to its end, and return its digest; nothing is left."""
         self.go.touch()
         self.run.wait(END_S)
-        self._await_ends()
+        # A manager may take some seconds to end the processes of a job that is over.
+        until(lambda: not self.run.leftovers(), "the end of all processes of the job")
         finish(self.run)
         written = "\n".join(path.read_text() for path in self.folder.glob("logs/hf-*.txt"))
         (found,) = re.findall("^[0-9a-f]{64}$", written, re.MULTILINE)
         return str(found)
-
-    def _await_ends(self) -> None:
-        """Wait until the manager has ended all processes of the job, which it may do by and by."""
-        deadline = time.monotonic() + GONE_S
-        while left := self.run.leftovers():
-            assert time.monotonic() < deadline, [command_of(pid) for pid in left]
-            time.sleep(LOOK_S)
 
     def _lose_fleet(self) -> Iterable[str]:
         """Kill the process that asks for nodes, and wait until there is another one."""
@@ -164,7 +157,7 @@ class YarnJob(LaunchedJob):
     """Is a job on a lab's ResourceManager."""
 
     # A host counts as lost after 10 s, its container and master after 10 s more each; where YARN
-    # keeps a host empty, the job says so after a minute, and the operator does as it advises.
+    # keeps a host empty, the job advises after a minute, and the operator follows.
     notice_s = 120.0
 
     def __init__(self, folder: Path, lab: YarnLab) -> None:
