@@ -166,6 +166,7 @@ class YarnJob(LaunchedJob):
         self.kill, self.away = lab.kill, lab.away
 
     def serving(self) -> dict[str, str]:
+        """Look at the job; if it advises to stop and resume it, do so before."""
         if ADVICE in self.run.log():
             self.run.signal(signal.SIGTERM)
             self.run.wait(END_S)

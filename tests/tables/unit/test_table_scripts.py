@@ -59,7 +59,7 @@ class Trained:
         for name, value in protected.items():
             self.updates.check(name, value)
         if self._access is not None:
-            self.service.add(service.connect(self._access.link, found))
+            self.service.use(service.connect(self._access.link, found))
 
     def backward(self, factor: float = 1.0, *, scaled: bool = False) -> None:
         """Compute a step's gradients, and commit them."""

@@ -383,7 +383,7 @@ def _connect_service(
         link.note_layout = client.change_layout
         if link.layout is not None:
             client.change_layout(link.layout)
-    progress.service.add(client)
+    progress.service.use(client)
 
 
 def _check_is_trained(trained: Collection[object], protected: Mapping[str, Any]) -> None:

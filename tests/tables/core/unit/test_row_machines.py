@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.engine.core.errors import InvariantError
 from holdfast.engine.core.hosted_service import ServerLayout
 from holdfast.tables.core import reading
 from holdfast.tables.core.holdings import (
@@ -66,6 +67,11 @@ def test_shards_are_spread_evenly_and_stay_where_they_are() -> None:
     few, more = find_holders(4, 1), find_holders(5, 1)
     moved = sum(a != b for a, b in zip(few, more, strict=True))
     assert 0 < moved <= SHARDS // 2
+
+
+def test_replicas_need_as_many_servers() -> None:
+    with pytest.raises(InvariantError, match="3 replicas on 2 servers"):
+        find_holders(2, 3)
 
 
 def test_updates_are_applied_in_order_whenever_they_come() -> None:

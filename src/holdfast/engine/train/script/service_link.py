@@ -69,25 +69,22 @@ class HostedService:
     """Passes a script's boundaries on to the client of the job's service, if there is one."""
 
     def __init__(self) -> None:
-        self._clients: list[ServiceClient] = []
+        self._client: ServiceClient | None = None
 
-    def add(self, client: ServiceClient) -> None:
-        """Use this client from now on."""
-        self._clients.append(client)
+    def use(self, client: ServiceClient) -> None:
+        """Pass boundaries on to this client from now on."""
+        self._client = client
 
     def write(self) -> None:
         """Send the servers what the script has written before this step."""
-        for client in self._clients:
-            client.write()
+        if self._client is not None:
+            self._client.write()
 
     def save(self, step: int, token: str, first: int) -> int:
         """Order the servers to save; returns how many shares of the checkpoint these are."""
-        found = first
-        for client in self._clients:
-            found += client.save(step, token, found)
-        return found - first
+        return self._client.save(step, token, first) if self._client is not None else 0
 
     def note_checkpoint(self, step: int) -> None:
         """Record that the state has come from a checkpoint."""
-        for client in self._clients:
-            client.note_checkpoint(step)
+        if self._client is not None:
+            self._client.note_checkpoint(step)

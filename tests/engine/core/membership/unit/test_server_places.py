@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from holdfast.engine.core.directives import Directive
-from holdfast.engine.core.errors import InvariantError
 from holdfast.engine.core.hosted_service import RunningServer, ServerLayout, ServerPlace
 from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership.departure import Departure
@@ -27,7 +26,6 @@ from holdfast.engine.core.membership.server_places import ServerPlaces
 from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.types import AgentId, Incarnation, Tick
 from holdfast.engine.core.views import View
-from holdfast.tables.core.placement import find_holders
 from roster_kit import LEASE, Cluster, member, stopped, view_of
 
 
@@ -334,11 +332,6 @@ def test_reports_of_older_processes_change_nothing() -> None:
     assert host.handle(ServerEnded(0, 1), 0.3) == []
     assert host.report() == ()
     host.check()
-
-
-def test_replicas_need_as_many_servers() -> None:
-    with pytest.raises(InvariantError, match="3 replicas on 2 servers"):
-        find_holders(2, 3)
 
 
 # ---------------------------------------------------------------- another number of servers
