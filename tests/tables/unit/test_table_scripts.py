@@ -16,6 +16,7 @@ from holdfast.engine.core.errors import UserError
 from holdfast.engine.train.job import Job
 from holdfast.engine.train.script.row_updates import RowUpdates
 from holdfast.engine.train.script.service_link import HostedService
+from holdfast.engine.train.state.share import StateShare
 from holdfast.tables import (
     Adagrad,
     Embedding,
@@ -413,3 +414,13 @@ def test_a_clipped_table_is_the_same_on_any_workers() -> None:
         return repr([each.tolist() for each in rows])
 
     everywhere(script)
+
+
+def test_state_of_served_tables_is_copied_without_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("holdfast.tables.embeddings.count_servers", lambda service: 2)
+    table, top = Embedding(ROWS, DIM, name="items"), nn.Linear(DIM, 1)
+    share = StateShare({"table": table, "top": top})
+    share.begin()
+    assert all(share.is_steady(parameter) for parameter in top.parameters())

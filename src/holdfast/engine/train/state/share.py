@@ -23,6 +23,7 @@ from holdfast.engine.train.checkpoint.state import Extent, Wanted
 from holdfast.engine.train.checkpoint.transfer import StatePart
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes, memory_of, room
 from holdfast.engine.train.state.step_image import free_beside
+from holdfast.engine.train.step.table_parameters import AbsentWeight
 
 BLOCK_BYTES = 1 << 20  # copied and then digested while it is in the processor's cache
 CHANGED = (
@@ -213,7 +214,7 @@ def _find_steady_storages(protected: Mapping[str, Any]) -> set[int]:
     found: list[torch.Tensor] = []
     for each in protected.values():
         if isinstance(each, torch.nn.Module):
-            found += each.parameters()
+            found += [p for p in each.parameters() if not isinstance(p, AbsentWeight)]
         elif isinstance(each, torch.optim.Optimizer):
             values = (v for held in each.state.values() for v in held.values())
             found += [v for v in values if isinstance(v, torch.Tensor)]
